@@ -59,14 +59,8 @@ class ArrivingLayers:
 
     def landed(self, segment: Segment) -> bool:
         """Records a landed segment. Returns False if a step has given up waiting: the transfer then has failed."""
-        layer_bytes = segment.nbytes // len(segment.layers)
         with self._changed:
-            for layer in segment.layers:
-                left = self._missing_bytes[layer] - layer_bytes
-                if left:
-                    self._missing_bytes[layer] = left
-                else:
-                    del self._missing_bytes[layer]
+            take_landed(self._missing_bytes, segment)
             self._changed.notify_all()
             return not self._late
 
@@ -113,3 +107,14 @@ class ArrivingLayers:
 
     def _goes_on(self, layer: int) -> bool:
         return self._ended or self._late or all(missing > layer for missing in self._missing_bytes)
+
+
+def take_landed(missing_bytes: dict[int, int], segment: Segment) -> None:
+    """Takes a landed segment off the missing bytes of each layer. Whole layers are removed."""
+    layer_bytes = segment.nbytes // len(segment.layers)
+    for layer in segment.layers:
+        left = missing_bytes[layer] - layer_bytes
+        if left:
+            missing_bytes[layer] = left
+        else:
+            del missing_bytes[layer]

@@ -9,7 +9,7 @@ import torch
 
 from decode_node.arriving import ArrivingLayers
 from decode_node.coverage import Coverage
-from decode_node.landing_rate import LandingRate
+from decode_node.pace import LandingPace
 from decode_node.receive_state import (
     SEGMENT_TRANSITIONS,
     SOURCE_TRANSITIONS,
@@ -126,15 +126,15 @@ class IncomingTransfer:
     """Whether the row's fence word names this ticket."""
     arriving: ArrivingLayers | None = None
     """Layers for which a step of the prompt's tail waits; None if the prefill group computes the whole prompt."""
+    pace: LandingPace | None = None
+    """Prediction of the end; None if nobody asks for it."""
     barred_until_s: float = 0.0
     """Time until which a lost writer's last launch may still run; later launches find the fence closed."""
     landed_bytes: int = 0
-    _rate: LandingRate = field(init=False, repr=False)
     _landed: list[Segment] = field(default_factory=list, repr=False)
     _machine: StateMachine[ReceiveTransferState, ReceiveTransferEvent, Action] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._rate = LandingRate(self.coverage.total_bytes)
         self._machine = StateMachine(self.ticket.key, ReceiveTransferState.RECEIVING, TRANSFER_TRANSITIONS)
 
     @property
@@ -186,10 +186,6 @@ class IncomingTransfer:
         self._landed.append(segment)
         self.sources[segment.src_rank].landed_bytes += segment.nbytes
         return self.landed_bytes == self.coverage.total_bytes
-
-    def lands_soon(self, segment: Segment, now_s: float) -> bool:
-        """Returns True once: when the KV behind this landed segment is expected soon; see `LandingRate`."""
-        return self._rate.landed(segment.nbytes, now_s) and self.wanted
 
     def landed_tokens(self) -> int:
         """Returns the number of leading tokens of the ticket whose KV on this rank is complete."""

@@ -12,6 +12,7 @@ from decode_node.build import build_receiver
 from decode_node.costs import CostEstimates
 from decode_node.leader import DecodeLeader
 from decode_node.options import ReceiverContext, ReceiverOptions
+from decode_node.pace import SoonReport
 from decode_node.receiver import SegmentReceiver
 from decode_node.sampled_step import SampledStep
 from decode_node.scheduler import DecodeScheduler
@@ -111,7 +112,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         match message:
             case m.OpenReceive():
-                return partial(self._gate.open if self._gate is not None else self.agent.open, message)
+                return partial(self._open, message)
             case m.CloseTransfer():
                 return partial(self._close, message)
             case m.SenderEnded():
@@ -119,6 +120,16 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             case m.PoolRefused():
                 return partial(self.agent.on_pool_refused, peer, message)
         return None
+
+    def _open(self, message: m.OpenReceive) -> None:
+        if self._gate is not None:
+            self._gate.open(message)
+            return
+        self.agent.open(message)
+        if self.leader is not None:  # it delays the launch of a step until the KV has come
+            ticket = message.ticket
+            soon = m.LandsSoon(ticket.key, ticket.number, self.rank)
+            self.agent.predict(ticket.number, SoonReport(self.clock, partial(self.to_leader, soon)))
 
     def _close(self, message: m.CloseTransfer) -> None:
         if self._gate is not None:

@@ -14,6 +14,7 @@ The agent passes each event of the transfer thread to its parts; `decode_node.bu
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from decode_node.arriving import ArrivingLayers
@@ -22,6 +23,7 @@ from decode_node.incoming import IncomingSegment, IncomingTransfer, SourceRank
 from decode_node.landing import Landing
 from decode_node.messages import ReceiverMessages
 from decode_node.options import ReceiverContext, ReceiverOptions
+from decode_node.pace import LandingPace
 from decode_node.probe import ProbeReceiver
 from decode_node.receive_state import (
     Action,
@@ -175,6 +177,13 @@ class SegmentReceiver:
         """Returns the layers for which a step of the ticket's request waits; None for a closed ticket, whose request
         has ended. Any thread may call it."""
         return self._tickets.arriving.get(ticket)
+
+    def predict(self, ticket: int, expected: Callable[[float], None]) -> None:
+        """Calls `expected` with the time at which an open ticket's KV will have landed, as `LandingPace` does."""
+        incoming = self._tickets.open.get(ticket)
+        if incoming is not None:
+            layers = incoming.coverage.bytes_by_layer()
+            incoming.pace = LandingPace(layers, self._context.clock, expected)
 
     @property
     def step_waits(self) -> bool:

@@ -59,8 +59,8 @@ class IncomingTickets:
         self.bytes_landed += segment.nbytes
         if incoming.arriving is not None:
             self._arrived(incoming, incoming.arriving, segment)
-        if incoming.lands_soon(segment, self._context.clock()):
-            self._context.to_leader(m.LandsSoon(incoming.key, incoming.ticket.number, self._context.rank))
+        if incoming.pace is not None and incoming.wanted:
+            incoming.pace.landed(segment)
         if incoming.add_landed(segment):
             self.advance(incoming, ReceiveTransferEvent.COMPLETED)
 

@@ -11,7 +11,7 @@ All calls run on the transfer thread (`Endpoint.post`).
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from decode_node.build import build_receiver
 from decode_node.options import ReceiverContext, ReceiverOptions
@@ -32,17 +32,25 @@ class KVConsumer(Endpoint[SegmentReceiver]):
         self.agent.parts.queue.after(event)
 
     def open(
-        self, ticket: Ticket, tables: Sequence[Sequence[int]], group: str, states: tuple[int, ...] = ()
+        self,
+        ticket: Ticket,
+        tables: Sequence[Sequence[int]],
+        group: str,
+        states: tuple[int, ...] = (),
+        expected: Callable[[float], None] | None = None,
     ) -> None:
         """Accepts the ticket's KV from the linked group `group`.
 
         `tables`: this rank's pages in each table, from the page of `ticket.tokens.start` on. Pages before
         `ticket.starts` are not written. `states`: slots of the recurrent state, see `PageTables.of_states`.
+        `expected`: called with the time at which all KV will have landed, see `decode_node.pace`.
         """
         # The receiver counts pages from position 0; earlier pages are not written, and any number stands for them.
         unused = [ticket.tokens.start // size for size in self.options.tables.page_sizes]
         first, *more = ([0] * count + list(pages) for count, pages in zip(unused, tables, strict=True))
         self.agent.open(m.OpenReceive(ticket, first, group, tuple(map(tuple, more)), states))
+        if expected is not None:
+            self.agent.predict(ticket.number, expected)
 
     def close(self, key: RequestKey, ticket: int, reason: str) -> None:
         """Ends a transfer. CLOSED follows when no rank can write to its pages; also for an unknown ticket."""

@@ -44,6 +44,8 @@ class EngineFacts:
     """`kv_connector_extra_config`."""
     steps_alone: bool = True
     """Whether no other engine waits for this engine's steps, as data-parallel engines of a MoE do."""
+    fails_loads: bool = False
+    """Whether vLLM fails requests whose KV did not come (`kv_load_failure_policy`), rather than compute them."""
     whole_blocks: bool = False
     """Whether only the attention kernels know the order of elements in a block, as on a CPU."""
 
@@ -51,6 +53,11 @@ class EngineFacts:
     def local(self) -> bool:
         """Whether vLLM frees blocks of running requests, because of windows, chunks or recurrent layers."""
         return any(group.local for group in self.groups)
+
+    @property
+    def may_report_early(self) -> bool:
+        """Whether requests may be reported before all KV has come; see docs/vllm.md."""
+        return self.consumes and self.fails_loads and self.steps_alone and is_plain(self.groups)
 
     @property
     def attention(self) -> tuple[CacheGroup, ...]:
@@ -187,6 +194,7 @@ def facts_of(vllm_config: Any, kv_cache_config: Any) -> EngineFacts:
         async_scheduling=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         extra=dict(transfer.kv_connector_extra_config or {}),
         steps_alone=getattr(parallel, "data_parallel_size", 1) == 1,
+        fails_loads=getattr(transfer, "kv_load_failure_policy", "fail") == "fail",
         whole_blocks=whole_blocks,
     )
 
@@ -201,6 +209,11 @@ def _head_groups(model: Any) -> int:
 def computes_nothing(output: Any) -> bool:
     """Returns whether a `SchedulerOutput` is that of a step without tokens."""
     return not output.num_scheduled_tokens
+
+
+def preempted(output: Any) -> set[str]:
+    """Returns the requests that vLLM has preempted for the step of a `SchedulerOutput`."""
+    return set(getattr(output, "preempted_req_ids", None) or ())
 
 
 def newly_received(output: Any) -> set[str]:

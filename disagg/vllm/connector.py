@@ -35,7 +35,8 @@ class ConnectorMethods:
         if compat.is_scheduler(role):
             channel = settings.scheduler_channel()
             directory = EngineDirectory(channel, time.monotonic)
-            self.scheduling = SchedulerSide(facts, directory, host_of(channel.address), settings.port)
+            host, early = host_of(channel.address), settings.early_s > 0
+            self.scheduling = SchedulerSide(facts, directory, host, settings.port, early=early)
         else:
             rank = compat.tensor_parallel_rank()
             self.working = WorkerSide(facts, settings, rank, partial(make_wires, settings))
@@ -52,7 +53,7 @@ class ConnectorMethods:
         return self.working.get_handshake_metadata()
 
     def bind_connector_metadata(self, connector_metadata: StepWork) -> None:
-        """Starts the outgoing transfers of the step, before the model runs. Never blocks."""
+        """Starts the outgoing transfers of the step, before the model runs. Waits for KV that was reported early."""
         super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
         self.working.begin_step(connector_metadata)
 
@@ -62,7 +63,7 @@ class ConnectorMethods:
         self.working.start_load_kv(work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: a request is scheduled after all its KV has come."""
+        """Does nothing: `bind_connector_metadata` waits for all KV, because recorded graphs do not call this."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -95,6 +96,11 @@ class ConnectorMethods:
         return self.working.newly_received()
 
     # --- scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Keeps what removes blocks from vLLM's prefix cache, for KV that is lost after its early report."""
+        if self.scheduling.unsettled is not None:
+            self.scheduling.unsettled.evict = gpu_block_pool.evict_blocks
 
     def on_new_request(self, request: Any) -> None:
         """Shortens a prompt by one token if another engine continues it, and vLLM frees blocks or has states."""

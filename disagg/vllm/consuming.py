@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -74,9 +75,11 @@ class ConsumingStatistics:
 class Consuming:
     """Incoming transfers of one worker, the engine of its `KVConsumer`."""
 
-    def __init__(self, rank: int, lease_s: float, link_s: float, clock: Clock) -> None:
-        """`link_s`: time limit for the link with a producer's group, while a ticket waits for it."""
+    def __init__(self, rank: int, lease_s: float, link_s: float, clock: Clock, early_s: float = 0.0) -> None:
+        """`link_s`: time limit for the link with a producer's group, while a ticket waits for it. `early_s`: as in
+        `ReceivedRequests`."""
         self._rank, self._lease_s, self._link_s, self._clock = rank, lease_s, link_s, clock
+        self._predicts = early_s > 0
         self.endpoint: KVConsumer
         """Set before the endpoint starts."""
         self._open: dict[int, ReservedBlocks] = {}
@@ -85,10 +88,11 @@ class Consuming:
         self._refused: dict[str, str] = {}
         """Why groups of other engines could not be linked, the latest `_MOST_REFUSED` of them."""
         self._landed = self._failed = self._cancelled = 0
-        self.received = ReceivedRequests()
-        """Requests whose blocks nobody writes any more."""
+        self.received = ReceivedRequests(clock, early_s)
+        """Requests whose blocks nobody writes any more, or only for a short time."""
         self.failed: deque[ReceiveWork] = deque()
-        """Requests without their KV; each one comes here before it comes in `received`. Any thread may pop."""
+        """Requests without their KV that were not reported early; each one comes here before it comes in `received`.
+        Any thread may pop."""
 
     # --- work of the engine's scheduler
 
@@ -109,6 +113,12 @@ class Consuming:
             if reserved.work.request_id == request_id and reserved.state is not IncomingState.LANDED:
                 self._cancelled += not reserved.failed
                 self._end(reserved, "the consumer has aborted the request")
+
+    def give_up(self, request_id: str, reason: str) -> None:
+        """Ends the transfer of a request that was reported early, for which a step has waited too long."""
+        for reserved in list(self._open.values()):
+            if reserved.work.request_id == request_id:
+                self._fail(reserved, reason)
 
     def release(self, work: ReleaseWork) -> None:
         """Tells the producer's ranks that no KV is needed, now or when their group is linked."""
@@ -181,9 +191,11 @@ class Consuming:
         linked = self.endpoint.link_with(reserved.work.group) is not None
         if linked and reserved.state is IncomingState.UNLINKED:
             reserved.state, reserved.until_s = IncomingState.OPEN, self._clock() + self._lease_s
-            ticket = reserved.ticket
-            work = reserved.work
-            self.endpoint.open(ticket, work.tables, work.group, work.states.blocks)
+            ticket, work = reserved.ticket, reserved.work
+            # The last token alone is computed again by vLLM, which then does not look whether its block is lost.
+            predicts = self._predicts and len(ticket.tokens) > 1
+            expected = partial(self.received.expect, work.request_id) if predicts else None
+            self.endpoint.open(ticket, work.tables, work.group, work.states.blocks, expected)
 
     def _fail(self, reserved: ReservedBlocks, reason: str) -> None:
         if reserved.state in (IncomingState.UNLINKED, IncomingState.OPEN):
@@ -191,8 +203,10 @@ class Consuming:
             self._failed += 1
             reserved.failed = True
             self._end(reserved, reason)
+            self.received.lose(reserved.work.request_id, reserved.work.tables[0])
 
     def _end(self, reserved: ReservedBlocks, reason: str) -> None:
+        self.received.withdraw(reserved.work.request_id)
         if reserved.state is IncomingState.UNLINKED:
             self.release(ReleaseWork(reserved.ticket.key.request_id, reserved.work.group))
             self._ended(reserved)
@@ -204,7 +218,7 @@ class Consuming:
     def _ended(self, reserved: ReservedBlocks) -> None:
         del self._open[reserved.ticket.number]
         if reserved.state is not IncomingState.LANDED:
-            if reserved.failed:
+            if reserved.failed and not self.received.lose(reserved.work.request_id, reserved.work.tables[0]):
                 self.failed.append(reserved.work)
             self.received.add(reserved.work.request_id, loaded=False)
 

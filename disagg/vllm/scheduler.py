@@ -19,11 +19,13 @@ from disagg.vllm.compat import (
     computes_nothing,
     drop_last_prompt_token,
     newly_received,
+    preempted,
     prompt_is_computed,
     scheduled,
 )
 from disagg.vllm.directory import EngineDirectory
 from disagg.vllm.groups import BlockTables, block_span
+from disagg.vllm.unsettled import UnsettledRequests
 from disagg.vllm.work import (
     HoldWork,
     PrefillWork,
@@ -65,8 +67,11 @@ class SchedulingStatistics:
 class SchedulerSide:
     """The scheduler's connector. Owned by the scheduler's thread. Method names and semantics are those of vLLM."""
 
-    def __init__(self, facts: EngineFacts, directory: EngineDirectory, host: str, port: int) -> None:
-        """`host`, `port`: address at which consumers reach this engine's `directory`."""
+    def __init__(
+        self, facts: EngineFacts, directory: EngineDirectory, host: str, port: int, *, early: bool = False
+    ) -> None:
+        """`host`, `port`: address at which consumers reach this engine's `directory`. `early`: whether workers report
+        requests before all KV has come."""
         self._facts, self._directory, self._address = facts, directory, (host, port)
         self._work = StepWork()
         self._prompts: dict[str, _Prompt] = {}
@@ -74,6 +79,8 @@ class SchedulerSide:
         self._receiving: set[str] = set()
         self._early: set[str] = set()
         """Received requests that vLLM knows of before their worker's report."""
+        self.unsettled = UnsettledRequests() if early else None
+        """Requests whose blocks may still be written; None without early reports."""
         self._was_empty = False
         """Whether the latest step computed nothing."""
         self._tables: tuple[int, ...] = (0,)
@@ -135,6 +142,7 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Makes the ticket of a request whose blocks are reserved, or begins to follow a prompt to be sent."""
         params = request.kv_transfer_params or {}
+        self._uses(request.request_id, block_tables_of(blocks))
         if params.get("do_remote_decode") and self._facts.produces:
             key = str(params.get("transfer_id") or request.request_id)
             prompt = _Prompt(key, request.num_prompt_tokens, answers_one_token(request))
@@ -165,6 +173,8 @@ class SchedulerSide:
         states = self._states(tables, tokens.stop)
         self._work.receives.append(ReceiveWork(request.request_id, ticket, needed, states, source, held))
         self._receiving.add(request.request_id)
+        if self.unsettled is not None:
+            self.unsettled.add(request.request_id, needed[0])
 
     def _release(self, params: Mapping[str, Any]) -> None:
         group = group_name(params["remote_engine_id"], "prefill")
@@ -176,12 +186,23 @@ class SchedulerSide:
             prompt = self._prompts.get(one.request_id)
             if prompt is not None:
                 self._scheduled(one, prompt)
+            self._uses(one.request_id, one.tables)
         work, self._work = self._work, StepWork()
         # Not in the first empty step: with asynchronous scheduling, the tokens of the step before are still unread.
         empty = computes_nothing(scheduler_output)
+        if self.unsettled is not None:
+            self.unsettled.preempt(preempted(scheduler_output))
+            work.forgets = self.unsettled.forgets()
+            if not empty or work.receives:  # vLLM may give the blocks of a preempted request to another one
+                work.due = self.unsettled.due()
         work.may_wait = self._facts.steps_alone and empty and self._was_empty
         self._was_empty = empty
         return work
+
+    def _uses(self, request_id: str, tables: BlockTables) -> None:
+        if self.unsettled is not None:
+            for blocks in tables:  # there is one group
+                self.unsettled.uses(request_id, blocks)
 
     def _scheduled(self, one: ScheduledTokens, prompt: _Prompt) -> None:
         if one.replaces or not prompt.tables:
@@ -215,8 +236,11 @@ class SchedulerSide:
                 self._directory.meet(_address_of(params))
                 self._release(params)
             return False, None
+        held = self.unsettled is not None and self.unsettled.finish(request_id)
         if request_id in self._receiving:
             self._work.cancels.append(request_id)
+            return True, None
+        if held:  # not cancelled: other requests may have its blocks from vLLM's prefix cache
             return True, None
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
@@ -253,18 +277,24 @@ class SchedulerSide:
         return found
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Forgets the requests that all workers have reported.
+        """Forgets the requests that all workers have reported. Raises TransportError as `UnsettledRequests.lost`.
 
         Adds the requests whose KV has come since the worker's report, so that vLLM schedules them in its next step.
         Their reports follow, and are removed, because vLLM expects one for each request.
         """
-        self._holding -= set(connector_output.finished_sending or ())
+        sent = set(connector_output.finished_sending or ())
         reported = set(connector_output.finished_recving or ())
         received = reported - self._early
         newest = (newly_received(connector_output) & self._receiving) - received
         self._early = (self._early - reported) | newest
-        self._receiving -= received | newest
-        connector_output.finished_recving = received | newest
+        told = received | newest
+        self._receiving -= told
+        if self.unsettled is not None:
+            self.unsettled.lost(connector_output.invalid_block_ids or set())
+            told, sent = self.unsettled.tell(told), self.unsettled.settle(sent)
+            connector_output.finished_sending = sent
+        self._holding -= sent
+        connector_output.finished_recving = told
 
     def has_pending_push_work(self) -> bool:
         """Returns whether steps without requests are needed, so that blocks that were sent are freed."""
@@ -276,7 +306,8 @@ class SchedulerSide:
 
     def statistics(self) -> SchedulingStatistics:
         """Returns the counts at this moment."""
-        return SchedulingStatistics(len(self._prompts), len(self._holding), len(self._receiving))
+        receiving = len(self._receiving) if self.unsettled is None else len(self.unsettled)
+        return SchedulingStatistics(len(self._prompts), len(self._holding), receiving)
 
 
 def group_name(engine_id: str, role: str) -> str:

@@ -18,8 +18,11 @@ from transport.reach import Choice, choose
 
 DEFAULT_PORT = 5580
 DEFAULT_LEASE_S = 120.0
+DEFAULT_EARLY_S = 0.0
 _SECTIONS = ("transfer", "transport", "control")
-_OWN = ("port", "lease_s")
+_OWN = ("port", "lease_s", "early_s")
+LONGEST_EARLY_S = 0.05
+"""Bound of `early_s`: steps wait for about as long, with all their requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class VllmSettings:
     """Port of the scheduler's control channel, which other engines connect to: `port` plus the data-parallel rank."""
     lease_s: float
     """Time for which a computed prompt waits for its consumer, and a consumer for its KV."""
+    early_s: float = 0.0
+    """Time before the expected end of a transfer at which a worker reports it; 0: at the end."""
 
     @classmethod
     def of(cls, facts: EngineFacts) -> VllmSettings:
@@ -48,7 +53,13 @@ class VllmSettings:
             raise ConfigError(f"port of kv_connector_extra_config is {port!r}; it must be from 1 to 65535")
         if not isinstance(lease_s, int | float) or lease_s <= 0:
             raise ConfigError(f"lease_s of kv_connector_extra_config is {lease_s!r}; it must be above 0 s")
-        return cls(_config(extra), port + facts.dp_rank, float(lease_s))
+        early_s = extra.get("early_s", DEFAULT_EARLY_S)
+        if not isinstance(early_s, int | float) or not 0 <= early_s <= LONGEST_EARLY_S:
+            raise ConfigError(
+                f"early_s of kv_connector_extra_config is {early_s!r}; it must be from 0 to {LONGEST_EARLY_S:g} s"
+            )
+        early_s = float(early_s) if facts.may_report_early else 0.0
+        return cls(_config(extra), port + facts.dp_rank, float(lease_s), early_s)
 
     def choice(self) -> Choice:
         """Returns the transport of this host's ranks. Raises ConfigError."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import structlog
 import torch
 
 from disagg.core.errors import ConfigError, TransportError
@@ -23,13 +24,19 @@ from disagg.vllm.compat import EngineFacts
 from disagg.vllm.consuming import Consuming
 from disagg.vllm.groups import is_plain
 from disagg.vllm.producing import Producing
-from disagg.vllm.received import LINGER_S, NewlyReceived, taken
+from disagg.vllm.received import LINGER_S, NewlyReceived, ReceivedRequests, taken
 from disagg.vllm.scheduler import group_name
 from disagg.vllm.settings import VllmSettings
 from disagg.vllm.work import StepWork, WorkerHandshake
 from prefill_node.step_part import StepPart
 from transport.control.zmq import make_control
 from transport.select import TLSOptions, make_transport
+
+REST_LIMIT_S = 0.5
+"""Longest time for which a step waits for the rest of KV that was reported early. Other requests wait with it."""
+END_LIMIT_S = 10.0
+"""Time limit for the transfer thread to end a transfer."""
+log = structlog.get_logger(__name__)
 
 MakeWires = Callable[[torch.device], Wires]
 """Makes the connections of one endpoint, whose pools are on the device."""
@@ -50,8 +57,10 @@ class WorkerSide:
         self._make_wires = make_wires
         self.producing = Producing(tp_rank, settings.lease_s, clock) if facts.produces else None
         """Outgoing transfers; None in a consumer."""
-        link_s = settings.config.control.peer_timeout_s
-        self.consuming = Consuming(tp_rank, settings.lease_s, link_s, clock) if facts.consumes else None
+        link_s, self._early = settings.config.control.peer_timeout_s, settings.early_s > 0
+        self.consuming = (
+            Consuming(tp_rank, settings.lease_s, link_s, clock, settings.early_s) if facts.consumes else None
+        )
         """Incoming transfers; None in a producer."""
         self._caches: BorrowedCaches | None = None
         self._chunk: StepPart | None = None
@@ -61,6 +70,8 @@ class WorkerSide:
         self._linger_s = 0.0
         """Time for which an empty step waits for KV; 0 until the endpoints' threads run."""
         self._may_wait = self._reported = False
+        self._logged_early = 1
+        """Number of early reports at which they are logged next."""
 
     @property
     def endpoints(self) -> list[Endpoint[Any]]:
@@ -107,16 +118,30 @@ class WorkerSide:
     # --- steps
 
     def begin_step(self, work: StepWork) -> None:
-        """Passes the outgoing work of a step on, before the model runs. Never blocks.
+        """Passes the outgoing work of a step on, before the model runs.
 
-        Raises TransportError when a transfer thread has ended: blocks would be held for ever.
+        Blocks while KV comes of requests that were reported early, for `REST_LIMIT_S` at most. Raises TransportError
+        when a transfer thread has ended: blocks would be held for ever.
         """
+        if self.consuming is not None:
+            self._await_rests(self.consuming, work)
         for endpoint in self.endpoints:
             endpoint.computing = True
             if endpoint.broken:
                 raise TransportError(endpoint.broken)
         if self.producing is not None:
             self._post_outgoing(self.producing, work)
+
+    def _await_rests(self, consuming: Consuming, work: StepWork) -> None:
+        """After it, all blocks of `work.due` have their KV or are reported as lost with this step."""
+        for request_id in work.forgets:
+            consuming.received.forget(request_id)
+        late = consuming.received.await_rests(work.due, REST_LIMIT_S)
+        for request_id in late:
+            reason = f"the rest of the KV did not come within {REST_LIMIT_S:g} s"
+            consuming.endpoint.post(partial(consuming.give_up, request_id, reason))
+        if consuming.received.await_rests(late, END_LIMIT_S):
+            raise TransportError(f"the transfer thread did not end transfers within {END_LIMIT_S:g} s")
 
     def start_load_kv(self, work: StepWork) -> None:
         """Passes the incoming work of a step on. Never blocks. vLLM 0.32 calls it after the model has run."""
@@ -132,6 +157,7 @@ class WorkerSide:
         for receive in work.receives:
             post(partial(consuming.receive, receive))
         for request_id in work.cancels:
+            consuming.received.forget(request_id)
             post(partial(consuming.cancel, request_id))
         for release in work.releases:
             post(partial(consuming.release, release))
@@ -177,10 +203,17 @@ class WorkerSide:
             endpoint.post(partial(endpoint.computed, part, layers, event))
 
     def get_finished(self) -> tuple[set[str] | None, set[str] | None]:
-        """Returns the requests whose blocks are read no more, and those whose blocks are written no more."""
+        """Returns the requests whose blocks are read no more, and those whose blocks are written no more.
+
+        With early reports, requests are among the second ones when their KV has come or is about to come, and among
+        the first ones when their blocks are written no more; `UnsettledRequests` divides the first ones.
+        """
         for endpoint in self.endpoints:
             endpoint.computing = False  # vLLM calls this method at the end of each step
         sent = set(taken(self.producing.finished)) if self.producing is not None else set()
+        if self.consuming is not None:
+            settled = self.consuming.received.take_settled()
+            sent |= settled if self._early else set()
         return sent or None, self._received() or None
 
     def _received(self) -> set[str]:
@@ -189,9 +222,16 @@ class WorkerSide:
         # The step after a report does not wait: another process queues it before it reads the report.
         wait = self._may_wait and self._awaited and not self._reported
         received = self.consuming.received.take(self._linger_s if wait else 0.0)
+        if self.consuming.received.early >= self._logged_early:
+            self._log_early(self.consuming.received)
         self._awaited -= received
         self._reported = bool(received)
         return received
+
+    def _log_early(self, received: ReceivedRequests) -> None:
+        """Logs the number of early reports whenever it has doubled: vLLM ends workers without a last call."""
+        log.info("early_reports", requests=received.early, waited_s=round(received.waited_s, 4))
+        self._logged_early = 2 * received.early
 
     def newly_received(self) -> NewlyReceived | None:
         """Returns the requests whose KV has come, for a scheduler in this process; None if this rank is not alone.
@@ -216,7 +256,8 @@ class WorkerSide:
         """Returns the blocks whose KV did not come, where `failed_requests` has nothing to report."""
         if self.consuming is None or not is_plain(self._facts.groups):
             return set()
-        return {block for work in taken(self.consuming.failed) for block in work.tables[0]}
+        failed = {block for work in taken(self.consuming.failed) for block in work.tables[0]}
+        return failed | self.consuming.received.lost_blocks()
 
     def shutdown(self) -> None:
         """Ends the endpoints' threads and connections."""

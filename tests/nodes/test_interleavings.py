@@ -14,6 +14,7 @@ from simulated_groups import Simulation
 from slow_parameters import sampled
 
 from disagg.core.types import SamplingParams
+from disagg.node.leader import Leader
 from transport.control import messages as m
 
 SEEDS = 40
@@ -71,6 +72,12 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     The directory's messages pass between routers and the launcher only; those for metrics depend on the clock.
     """
     seen: set[type[m.Message]] = set()
+    post = Leader.post
+
+    def seen_post(leader: Leader, peer: str, message: m.Message) -> bool:
+        seen.add(type(message))  # of rank 0, which passes it to the leader in its own process
+        return post(leader, peer, message)
+
     for seed, what in [
         *itertools.product((3, 7), ("abort and fail", "short")),  # most other seeds have no `PoolRefused`
         (0, "crowded"),
@@ -79,6 +86,7 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     ]:
         with pytest.MonkeyPatch.context() as patch:
             choose = random.Random(seed)
+            patch.setattr(Leader, "post", seen_post)
             simulation = Simulation(config_of(choose, seed % 2 == 1, what == "crowded"), seed, patch)
             add_faults(simulation, what, choose)
             if what == "damage":

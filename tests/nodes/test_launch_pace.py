@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from fake_model import VOCAB, fake_spec
 
 from decode_node.costs import CostEstimates
-from decode_node.landing_rate import SOON_S, LandingRate
 from decode_node.launch_pace import COST, MOST_IN_A_ROW, MOST_WAIT_S, RESERVE_S, LaunchPace
 from decode_node.leader import DecodeLeader
 from decode_node.sampled_step import SampledStep
@@ -89,22 +87,6 @@ def test_a_wait_is_bounded() -> None:
         pace.launched(LEAD_S)
         pace.ended(60.0, answers_only=True)
     assert pace.wait_s(10.0, 10.0) == MOST_WAIT_S
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_transfer_at_a_steady_rate_is_foreseen(seed: int) -> None:
-    """One report for each transfer that lasts long enough, and about `SOON_S` before its end."""
-    choose = random.Random(seed)
-    segments, gap_s = choose.randint(8, 100), choose.uniform(0.0005, 0.003)
-    rate, times_s = LandingRate(segments * 4096), [5.0 + segment * gap_s for segment in range(segments)]
-    (only_s,) = [now_s for now_s in times_s if rate.landed(4096, now_s)]
-    left_s = times_s[-1] - only_s
-    assert 0 < left_s <= SOON_S
-    assert left_s > SOON_S - gap_s or segments * gap_s < SOON_S + 2 * gap_s
-
-
-def test_a_transfer_of_one_segment_is_not_foreseen() -> None:
-    assert not LandingRate(4096).landed(4096, 5.0)
 
 
 class Group:

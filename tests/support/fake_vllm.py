@@ -10,7 +10,9 @@ recurrent layers have a state in the block of the last computed token, and null 
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,13 @@ from layer_pools import POISON, Memory
 from disagg.core.config.read import Config, TransferConfig, TransportConfig
 from disagg.core.types import head_span
 from disagg.vllm.compat import EngineFacts
+from disagg.vllm.consuming import IncomingState
 from disagg.vllm.directory import EngineDirectory
 from disagg.vllm.groups import NULL_BLOCK, CacheGroup, is_plain
 from disagg.vllm.scheduler import SchedulerSide
 from disagg.vllm.settings import VllmSettings
 from disagg.vllm.work import StepWork
-from disagg.vllm.worker import WorkerSide
+from disagg.vllm.worker import REST_LIMIT_S, WorkerSide
 
 HEADS, HEAD_DIM, LAYERS, CHUNK = 4, 4, 3, 40
 DTYPE = torch.float16
@@ -36,12 +39,18 @@ LEASE_S = 30.0
 POISONED = torch.tensor([POISON, POISON], dtype=torch.uint8).view(DTYPE)
 
 
-def small_settings(checksum: bool = False, ring_bytes: int = 1 << 14) -> VllmSettings:
+def small_settings(
+    checksum: bool = False, ring_bytes: int = 1 << 14, early_s: float = 0.0, layer_groups: int = 2
+) -> VllmSettings:
     transfer = TransferConfig(
-        ring_bytes=ring_bytes, staging_bytes=ring_bytes, layer_groups=2, checksum=checksum, calibrate="off"
+        ring_bytes=ring_bytes,
+        staging_bytes=ring_bytes,
+        layer_groups=layer_groups,
+        checksum=checksum,
+        calibrate="off",
     )
     transport = TransportConfig(backend="inproc", peer_memory=False)
-    return VllmSettings(Config(transfer=transfer, transport=transport), 5580, LEASE_S)
+    return VllmSettings(Config(transfer=transfer, transport=transport), 5580, LEASE_S, early_s)
 
 
 @dataclass(eq=False)
@@ -65,6 +74,8 @@ class FakeRequest:
     """Whether all its KV came from another engine."""
     recomputed: bool = False
     allocated: bool = False
+    unread: bool = False
+    """Whether vLLM takes its KV for received, and no step has read it."""
 
     def __post_init__(self) -> None:
         self.tokens = self.num_prompt_tokens
@@ -160,7 +171,12 @@ class FakeEngine:
         settings = settings or small_settings()
         self.channel = QueuedChannel(network, f"tcp://{name}:5580")
         directory = EngineDirectory(self.channel, network.clock)
-        self.scheduler = SchedulerSide(known, directory, name, 5580)
+        self._early = settings.early_s > 0
+        self.evicted: set[int] = set()
+        """Blocks that the connector has removed from the prefix cache."""
+        self.scheduler = SchedulerSide(known, directory, name, 5580, early=self._early)
+        if self.scheduler.unsettled is not None:
+            self.scheduler.unsettled.evict = self.evicted.update
         self._late_loads, self._settles = late_loads, settles
         self._lag, self._results = int(asynchronous), deque[Any]()
         self.free = list(range(1, blocks))  # block 0 is vLLM's null block
@@ -170,6 +186,11 @@ class FakeEngine:
         self.finished_recving: set[str] = set()
         self.failed: set[str] = set()
         self.alive = True
+        self.patience = 1000
+        """Events for which a step waits for the rest of KV that was reported early."""
+        self._events = random.Random(name)
+        self.waited = 0
+        """Steps that have waited."""
         self.workers, self.memories, self.heads = [], [], []
         self.planes: list[dict[str, tuple[torch.Tensor, ...]]] = []
         """Planes of each layer on each worker."""
@@ -180,6 +201,7 @@ class FakeEngine:
             worker = WorkerSide(known, settings, rank, lambda device: network.wires(name), network.clock)
             caches, planes = self._layers_of(memory)
             worker.register_kv_caches(caches)
+            worker.consuming.received.block = self._block
             for endpoint in worker.endpoints:
                 network.add(endpoint)
             for pool in worker.endpoints[0].options.pools.buffers:
@@ -228,6 +250,7 @@ class FakeEngine:
         work = self.scheduler.build_connector_meta(output)
         for worker in self.workers:
             worker.begin_step(work)
+        self._read(computing)
         if not self._late_loads:
             self._load(work)
         for name in self.names:
@@ -242,6 +265,31 @@ class FakeEngine:
         for worker in self.workers if computing else ():
             worker.wait_for_save()
         self._update(computing)
+
+    def hurry(self, begun: bool = False) -> None:
+        """Each worker reports all requests early whose KV comes; with `begun`, has come in part."""
+        for worker in self.workers:
+            for reserved in vars(worker.consuming)["_open"].values():
+                incoming = worker.consuming.endpoint.agent.parts.tickets.open.get(reserved.ticket.number)
+                comes = incoming is not None and reserved.state is IncomingState.OPEN
+                if comes and (incoming.landed_bytes or not begun):
+                    worker.consuming.received.expect(reserved.work.request_id, self.network.now_s)
+
+    def _block(self, ready: Callable[[], bool], limit_s: float) -> None:
+        """Lets everything but this engine's step go on; with a longer limit, as long as needed."""
+        self.waited += 1
+        for _ in range(self.patience if limit_s <= REST_LIMIT_S else 100_000):
+            if ready():
+                return
+            self.network.step(self._events)
+
+    def _read(self, computing: list[tuple[FakeRequest, int, int]]) -> None:
+        """Each step reads the KV of its requests: all of it has come, or is reported as lost with this step."""
+        lost = set().union(*(worker.consuming.received.lost_blocks() for worker in self.workers))
+        for request, _, _ in computing:
+            if request.unread and not lost & set(request.blocks):
+                self.check_kv(request)
+                request.landed, request.unread = True, False
 
     def _load(self, work: StepWork) -> None:
         for worker in self.workers:
@@ -306,8 +354,7 @@ class FakeEngine:
                 self._give_back(request.blocks)
                 request.tables, request.allocated = [], False
             return True
-        self.check_kv(request)
-        request.landed = True
+        request.unread = True
         request.computed = request.num_prompt_tokens - 1  # vLLM computes the last token again
         return True
 
@@ -342,15 +389,21 @@ class FakeEngine:
     def _update(self, computing: list[tuple[FakeRequest, int, int]]) -> None:
         newest = self.workers[0].newly_received()
         finished = SimpleNamespace(
-            finished_sending=set(), finished_recving=set(), kv_connector_worker_meta=newest
+            finished_sending=set(),
+            finished_recving=set(),
+            invalid_block_ids=set(),
+            kv_connector_worker_meta=newest,
         )
         for worker in self.workers:
             sent, received = worker.get_finished()
             failed, bad = worker.failed_requests(), worker.get_block_ids_with_load_errors()
+            finished.invalid_block_ids |= bad
             assert not bad or len(self.groups) == 1, "vLLM would raise an error"
-            for request in self.requests.values():
+            for request in list(self.requests.values()):
                 named = request.request_id in failed or bad & set(request.blocks)
-                if named and request.status.name == "WAITING_FOR_REMOTE_KVS":
+                if named and self._early:
+                    self._fail(request, [one for one, _, _ in computing])
+                elif named and request.status.name == "WAITING_FOR_REMOTE_KVS":
                     self.failed.add(request.request_id)
             for name, ids, done in (
                 ("sent", sent, finished.finished_sending),
@@ -362,12 +415,19 @@ class FakeEngine:
                     done.add(request_id)
         for request, _, stop in computing:
             if not request.finished:
+                assert not request.unread, "a step has read KV that did not come"
                 request.computed = stop
                 if stop == request.end:
                     self._finish(request, "FINISHED_LENGTH_CAPPED")
         self._results.append(finished)
         if len(self._results) > self._lag:
             self._report(self._results.popleft())
+
+    def _fail(self, request: FakeRequest, computing: list[FakeRequest]) -> None:
+        """Policy "fail": not a request that has its KV by vLLM's knowledge, and that the step does not compute."""
+        waits = request.status.name == "WAITING_FOR_REMOTE_KVS"
+        if not request.finished and (waits or request in computing):
+            self._finish(request, "FINISHED_ERROR")
 
     def _report(self, finished: Any) -> None:
         self.scheduler.update_connector_output(finished)

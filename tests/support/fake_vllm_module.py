@@ -108,6 +108,7 @@ def configs(engine_id: str, extra: dict[str, Any], **changes: Any) -> tuple[Any,
         "use_replayssm": False,
         "device": "cuda",
         "role": ("producer", "consumer"),
+        "policy": "fail",
     } | changes
     vllm_config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
@@ -115,6 +116,7 @@ def configs(engine_id: str, extra: dict[str, Any], **changes: Any) -> tuple[Any,
             is_kv_producer="producer" in values["role"],
             is_kv_consumer="consumer" in values["role"],
             kv_connector_extra_config=extra,
+            kv_load_failure_policy=values["policy"],
         ),
         parallel_config=SimpleNamespace(
             pipeline_parallel_size=values["pp"], tensor_parallel_size=values["tp"], data_parallel_index=0

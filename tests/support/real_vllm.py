@@ -9,6 +9,7 @@ cache group shares the tensor of layer i of the other ones.
 from __future__ import annotations
 
 import pickle
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -47,6 +48,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+
+from disagg.vllm.consuming import IncomingState
 
 HEADS, ROW, LAYERS, BLOCK_SIZE, LONGEST = 4, 16, 3, 16, 512
 DTYPE = torch.float16
@@ -126,6 +129,8 @@ class RealEngine:
         """`kv_transfer_params` of answers."""
         self.external: dict[str, int] = {}
         """Tokens of each request that were computed when its first step was scheduled."""
+        self.misread: dict[str, int] = {}
+        """Requests that have read lost KV, with the length of their answers then, which must not grow."""
 
     # --- requests
 
@@ -143,6 +148,22 @@ class RealEngine:
 
     def abort(self, name: str) -> None:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def hurry(self) -> None:
+        """The worker reports all requests early whose KV comes."""
+        consuming = self.worker.working.consuming
+
+        def expect() -> None:
+            for reserved in vars(consuming)["_open"].values():
+                if reserved.state is IncomingState.OPEN:
+                    consuming.received.expect(reserved.work.request_id, time.monotonic())
+
+        consuming.endpoint.loop.call(expect)
+
+    def lose(self, request_id: str) -> None:
+        """The KV of a request does not come, if it has not come yet."""
+        consuming = self.worker.working.consuming
+        consuming.endpoint.loop.call(lambda: consuming.give_up(request_id, "lost by the test"))
 
     # --- steps, in the order of vLLM's engine core and model runner
 
@@ -251,17 +272,24 @@ class RealEngine:
         values = (values + torch.arange(HEADS)[:, None] * 17 + torch.arange(ROW)) % 32003
         places = torch.tensor(blocks)[positions // BLOCK_SIZE], positions % BLOCK_SIZE
         plane = self.caches[self.names[layer]].transpose(1, 2).view(torch.int16)
+        new = slice(start - first, None)
         if not check:
-            new = slice(start - first, None)
             plane[places[0][new], places[1][new]] = values[new].to(torch.int16)
             return
-        found = plane[places]
-        assert torch.equal(found, values.to(torch.int16)), f"{request_id}: layer {layer}, computed {start}"
+        if torch.equal(plane[places], values.to(torch.int16)):
+            return
+        lost = self.worker.working.consuming.received.lost_blocks()
+        assert lost & set(blocks), f"{request_id}: layer {layer}, computed {start}"
+        self.misread.setdefault(request_id, request.num_output_tokens)
+        plane[places[0][new], places[1][new]] = -1  # computed from it
 
     # --- ends
 
     def check_empty(self) -> None:
-        """vLLM has no request, and no block in use."""
+        """vLLM has no request, and no block in use. No token was computed from lost KV."""
+        for name, tokens in self.misread.items():
+            assert self.requests[name].num_output_tokens == tokens, name
+            assert self.requests[name].status.name in ("FINISHED_ERROR", "FINISHED_ABORTED")
         scheduler = self.scheduler
         assert not scheduler.requests
         assert not scheduler.has_requests()
@@ -343,6 +371,15 @@ def vllm_config(
         ),
         device_config=DeviceConfig("cpu"),
     )
+
+
+Make = Callable[..., RealEngine]
+"""Makes an engine from changes of the connector's settings, and options of `RealEngine`."""
+
+
+def prompt_of(tokens: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(200) for _ in range(tokens)]
 
 
 def run(engines: list[RealEngine], until: Callable[[], bool], limit_s: float = 120.0) -> None:

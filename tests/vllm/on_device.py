@@ -106,6 +106,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--peer-timeout", type=float, default=10.0, help="control.peer_timeout_s of DisaggConnector"
     )
     parser.add_argument("--lease", type=float, default=120.0, help="lease_s of DisaggConnector")
+    parser.add_argument("--early", type=float, default=0.0, help="early_s of DisaggConnector")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=235.0)
     parser.add_argument("--vllm-arg", action="append", default=[], help="for each vLLM server; repeatable")
@@ -199,6 +200,7 @@ class Run:
                 },
                 "transport": {"backend": options.transport},
                 "lease_s": options.lease,
+                "early_s": options.early,
             }
             transfer = {
                 "kv_connector": "DisaggConnector",

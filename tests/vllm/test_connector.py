@@ -24,6 +24,7 @@ from disagg.core.types import RequestKey, Span, Ticket
 from disagg.vllm.compat import facts_of
 from disagg.vllm.groups import CacheGroup
 from disagg.vllm.received import ReceivedRequests
+from disagg.vllm.settings import VllmSettings
 from disagg.vllm.work import PromptStates, ReceiveWork, StepWork
 
 LAYERS, BLOCKS, TOKENS = 3, 24, 50
@@ -300,6 +301,37 @@ def test_failed_requests_are_named(extra: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("early_s", "changes", "early"),
+    [
+        (0.004, {}, True),
+        (0.0, {}, False),
+        (0.004, {"policy": "recompute"}, False),
+        (0.004, {"groups": [FULL, SLIDING]}, False),
+        (0.004, {"role": ("producer",)}, False),
+    ],
+)
+def test_reports_are_early_only_where_vllm_can_be_told_of_a_loss(
+    early_s: float, changes: dict[str, Any], early: bool, extra: dict[str, Any]
+) -> None:
+    from disagg.vllm.connector import DisaggConnector
+
+    vllm_config, caches = configs("p", extra | {"early_s": early_s}, **changes)
+    connector = DisaggConnector(vllm_config, Role.SCHEDULER, caches)
+    evicted: list[set[int]] = []
+    connector.bind_gpu_block_pool(SimpleNamespace(evict_blocks=evicted.append))
+    unsettled = connector.scheduling.unsettled
+    assert (unsettled is not None) is early
+    settings = VllmSettings.of(facts_of(vllm_config, caches))
+    assert settings.early_s == (early_s if early else 0.0)
+    connector.shutdown()
+    if unsettled is not None:
+        unsettled.add("d1", [3])
+        unsettled.tell(["d1"])
+        unsettled.lost({3})
+        assert evicted == [{3}]
+
+
+@pytest.mark.parametrize(
     ("changes", "extra_changes", "named"),
     [
         ({"pp": 2}, {}, "pipeline_parallel_size is 2"),
@@ -324,6 +356,8 @@ def test_failed_requests_are_named(extra: dict[str, Any]) -> None:
         ({}, {"ports": 1}, "has ports; DisaggConnector knows port"),
         ({}, {"port": 70000}, "port of kv_connector_extra_config is 70000"),
         ({}, {"lease_s": 0}, "lease_s of kv_connector_extra_config is 0"),
+        ({}, {"early_s": 1}, "early_s of kv_connector_extra_config is 1; it must be from 0 to 0.05 s"),
+        ({}, {"early_s": "soon"}, "early_s of kv_connector_extra_config is 'soon'"),
         ({}, {"transfer": {"ring": 1}}, "kv_connector_extra_config: .*ring"),
         ({}, {"control": {}}, "disagg keys keys.json"),
     ],

@@ -33,13 +33,21 @@ MOST_AT_ONCE = 5
 class Lifecycles:
     """Two engines that both produce and consume, and the requests between them."""
 
-    def __init__(self, seed: int, patch: pytest.MonkeyPatch, groups: tuple[CacheGroup, ...] = ()) -> None:
-        """`groups`: KV cache groups; empty: one group."""
+    def __init__(
+        self,
+        seed: int,
+        patch: pytest.MonkeyPatch,
+        groups: tuple[CacheGroup, ...] = (),
+        early_s: float = 0.0,
+    ) -> None:
+        """`groups`: KV cache groups; empty: one group. `early_s`: above 0, workers report KV before it has come, at
+        random times; requests whose KV does not come then fail."""
         self.choose, self._groups = random.Random(seed), groups
         self._layouts = PACKED if any(group.recurrent for group in groups) else LAYOUTS
         self.network = EngineNetwork(patch)
-        self._settings = small_settings(checksum=seed % 2 == 1)
+        self._settings = small_settings(checksum=seed % 2 == 1, early_s=early_s)
         self.lives = Counter({"a": 0, "b": 0})
+        self.made: list[FakeEngine] = []
         self.engines = {name: self._engine(name) for name in ("a", "b")}
         self._numbers = itertools.count(1)
         self._prefilled: list[tuple[str, FakeRequest]] = []
@@ -51,7 +59,7 @@ class Lifecycles:
         """A new life of an engine, under a new id, as vLLM makes one."""
         self.lives[name] += 1
         tp, layout, size = (self.choose.choice(values) for values in ((1, 1, 2), self._layouts, (16, 32)))
-        return FakeEngine(
+        engine = FakeEngine(
             self.network,
             f"{name}{self.lives[name]}",
             tp=tp,
@@ -63,12 +71,15 @@ class Lifecycles:
             groups=tuple(replace(group, block_size=size) for group in self._groups),
             asynchronous=self.choose.random() < 0.5,
         )
+        self.made.append(engine)
+        engine.patience = self.choose.choice((20, 1000, 1000))
+        return engine
 
     def run(self, lifecycles: int) -> None:
         # Each group has segments of its own, and of recurrent layers several.
         messages = 80 * max(1, sum(3 if group.recurrent else 1 for group in self._groups))
         kinds = [self._message] * messages + [self._step] * 12 + [self._submit] * 2 + [self._continue] * 3
-        kinds += [self._abort, self._pass_time]
+        kinds += [self._abort, self._pass_time] + [self._hurry] * (4 if self._settings.early_s else 0)
         while len(self.submitted) < lifecycles:
             self.choose.choice(kinds)()
             if self.choose.random() < 0.0003:
@@ -82,6 +93,9 @@ class Lifecycles:
         engine = self.choose.choice(list(self.engines.values()))
         engine.step()
         engine.check()
+
+    def _hurry(self) -> None:
+        self.choose.choice(list(self.engines.values())).hurry(begun=self.choose.random() < 0.9)
 
     def _submit(self) -> None:
         if sum(len(engine.requests) for engine in self.engines.values()) >= MOST_AT_ONCE:
@@ -155,20 +169,24 @@ class Lifecycles:
             engine.check_empty()
 
 
-def check(seeds: range, in_a_run: int, groups: tuple[CacheGroup, ...] = ()) -> Counter[str]:
+def check(
+    seeds: range, in_a_run: int, groups: tuple[CacheGroup, ...] = (), early_s: float = 0.0
+) -> Counter[str]:
     ends: Counter[str] = Counter()
     for seed in seeds:
         with pytest.MonkeyPatch.context() as patch:
-            lifecycles = Lifecycles(seed, patch, groups)
+            lifecycles = Lifecycles(seed, patch, groups, early_s)
             lifecycles.run(in_a_run)
         ends["lifecycles"] += len(lifecycles.submitted)
         ends["lives"] += lifecycles.lives.total()
+        ends["waited"] += sum(engine.waited for engine in lifecycles.made)
         for request in lifecycles.consumers:
             aborted = request.status.name == "FINISHED_ABORTED"
             ends["aborted"] += aborted
             ends["landed"] += request.landed
             ends["landed after a prefix"] += request.landed and request.cached > 0
             ends["recomputed"] += request.recomputed
+            ends["failed"] += request.status.name == "FINISHED_ERROR"
     return ends
 
 
@@ -179,6 +197,20 @@ def test_no_block_is_leaked(groups: tuple[CacheGroup, ...], runs: int) -> None:
     assert ends["landed"] > 5 * runs
     assert min(ends["recomputed"], ends["aborted"]) > 0
     assert ends["landed after a prefix"] > 0 or runs == 1
+
+
+def test_no_block_is_leaked_with_early_reports() -> None:
+    ends = check(range(4), IN_A_RUN, early_s=0.004)
+    assert ends["lifecycles"] >= 4 * IN_A_RUN
+    assert min(ends["landed"], ends["failed"], ends["aborted"], ends["waited"]) > 5
+    assert ends["recomputed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_no_block_is_leaked_in_10_000_lifecycles_with_early_reports(part: int) -> None:
+    ends = check(range(200 + part, 201 + part), 1000, early_s=0.004)
+    assert min(ends["landed"], ends["failed"], ends["waited"]) > 10
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,12 +33,12 @@ SOURCE: dict[str, Any] = {
 class Scheduling:
     """A scheduler's connector on a network without other engines."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, *, early: bool = False, **changes: Any) -> None:
         self.network = EngineNetwork()
         channel = QueuedChannel(self.network, "tcp://d:5580")
         self.directory = EngineDirectory(channel, self.network.clock)
         known = replace(facts("d", 1, 16, 24), **changes)
-        self.side = SchedulerSide(known, self.directory, "d", 5580)
+        self.side = SchedulerSide(known, self.directory, "d", 5580, early=early)
         self.directory.start([])
 
     def greetings(self) -> int:
@@ -199,6 +200,49 @@ def test_a_late_report_is_not_that_of_a_new_request_of_the_same_name() -> None:
     assert reported(one, "d1", requests=requests) == set()
     assert one.side.statistics().receiving == 1
     assert reported(one, "d1", requests=requests) == {"d1"}
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_with_early_reports_an_ended_request_holds_its_blocks_until_they_are_settled(told: bool) -> None:
+    """Its transfer is cancelled only before vLLM may have given its blocks to others."""
+    one, request = Scheduling(early=True), consumer()
+    report = partial(SimpleNamespace, finished_sending=None, invalid_block_ids=set())
+    one.side.update_state_after_alloc(request, blocks(1, 2, 3), 40)
+    if told:
+        one.side.update_connector_output(report(finished_recving={"d1"}))
+    assert one.work(new=(("x", [9], 0, 5),)).due == ({"d1"} if told else set())
+    request.become("FINISHED_ABORTED")
+    assert one.side.request_finished(request, ([1, 2, 3],)) == (True, None)
+    assert one.work().cancels == ([] if told else ["d1"])
+    if not told:
+        late = report(finished_recving={"d1"})
+        one.side.update_connector_output(late)
+        assert late.finished_recving == set()  # one of two workers may have been early
+    assert one.side.statistics().receiving == 1
+    settled = report(finished_sending={"d1"}, finished_recving=None)
+    one.side.update_connector_output(settled)
+    assert settled.finished_sending == {"d1"}
+    assert one.side.statistics().receiving == 0
+
+
+def test_a_settled_request_that_runs_keeps_its_blocks() -> None:
+    one = Scheduling(early=True)
+    one.side.update_state_after_alloc(consumer(), blocks(1, 2, 3), 40)
+    report = SimpleNamespace(finished_sending={"d1"}, finished_recving={"d1"}, invalid_block_ids=set())
+    one.side.update_connector_output(report)
+    assert (report.finished_sending, report.finished_recving) == (set(), {"d1"})
+    assert one.work(new=(("d1", [4], 39, 1),)).due == set()
+
+
+def test_a_step_without_tokens_waits_only_if_it_receives() -> None:
+    one = Scheduling(early=True)
+    one.side.update_state_after_alloc(consumer(), blocks(1, 2, 3), 40)
+    report = SimpleNamespace(finished_sending=None, finished_recving={"d1"}, invalid_block_ids=set())
+    one.work()
+    one.side.update_connector_output(report)
+    assert one.work().due == set()
+    one.side.update_state_after_alloc(consumer("d2"), blocks(4, 5, 6), 40)
+    assert one.work().due == {"d1"}
 
 
 @pytest.mark.parametrize("alone", [False, True])

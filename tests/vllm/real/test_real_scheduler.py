@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +13,12 @@ import pytest
 REASON = "vLLM is not installed; `make test-vllm` makes an environment with it"
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason=REASON, exc_type=ImportError)
 
-from connector_settings import connector_settings
-from ports import free_port
-from real_vllm import BLOCK_SIZE, SEVERAL_GROUPS, RealEngine, run, vllm_config
+from real_vllm import BLOCK_SIZE, SEVERAL_GROUPS, Make, RealEngine, prompt_of, run, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 from vllm.v1.request import RequestStatus
 
-from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.vllm.connector import ConnectorMethods
-
-Make = Callable[..., RealEngine]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"), layers=3, head_dim=32)
-
-
-@pytest.fixture
-def extra(tmp_path: Path) -> Callable[[], dict[str, Any]]:
-    settings = connector_settings(tmp_path, peer_timeout_s=3.0)
-    return lambda: settings | {"port": free_port()}
-
-
-@pytest.fixture
-def make(model: Path, extra: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    engines: list[RealEngine] = []
-    interval_s = sys.getswitchinterval()
-
-    def one(changes: dict[str, Any] | None = None, **options: Any) -> RealEngine:
-        engines.append(RealEngine(model, monkeypatch, extra() | (changes or {}), **options))
-        return engines[-1]
-
-    yield one
-    for engine in engines:
-        engine.shutdown()
-    sys.setswitchinterval(interval_s)
-
-
-def prompt_of(tokens: int, seed: int = 1) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(200) for _ in range(tokens)]
 
 
 def hand_over(p: RealEngine, d: RealEngine, tokens: int, **answer: int) -> None:

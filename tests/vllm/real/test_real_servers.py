@@ -37,6 +37,7 @@ def cpu_kernels() -> bool:
         ("on_device.py", ("--recurrent", "--vllm-arg=--block-size=1024")),
         ("on_device.py", ("--prefill-tp", "2", "--decode-tp", "2", "--peer-timeout", "60")),
         ("on_device.py", ("--chunked",)),
+        ("on_device.py", ("--sync", "--early", "0.03")),
         ("under_load.py", ()),
     ],
 )

@@ -106,8 +106,8 @@ class Arriving(Message, frozen=True):
 class LandsSoon(Message, frozen=True):
     """Decode rank -> its leader: the last segment of the ticket for this rank is expected within a few steps.
 
-    Sent at most once for each ticket, and not if the rest lands earlier than expected. The leader may then launch the
-    next step later.
+    Sent by rank 0, at most once for each ticket, and not if the end could not be predicted. The leader may then
+    launch the next step later.
     """
 
     key: RequestKey

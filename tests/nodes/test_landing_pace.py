@@ -1,0 +1,71 @@
+"""The predicted end of a transfer, from the times at which layers land."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from decode_node.pace import MOST_AHEAD_S, SOON_S, LandingPace, SoonReport
+from disagg.core.types import Segment, Span
+
+LAYER_BYTES = 20
+
+
+def predictions(landings: Sequence[tuple[float, int, int, int]], layers: int = 8) -> dict[float, float]:
+    """The predicted end by the time of the prediction, in milliseconds. `landings`: time, first layer, end of the
+    layers, bytes of each layer."""
+    now_ms, found = [0.0], dict[float, float]()
+
+    def expected(end_s: float) -> None:
+        found[now_ms[0]] = round(end_s * 1e3, 6)
+
+    pace = LandingPace(dict.fromkeys(range(layers), LAYER_BYTES), lambda: now_ms[0] / 1e3, expected)
+    for at_ms, first, stop, nbytes in landings:
+        now_ms[0], span = at_ms, Span(first, stop)
+        pace.landed(Segment(0, 0, 0, span, Span(0, 1), Span(0, 4), nbytes * len(span)))
+    return found
+
+
+def test_groups_of_layers_land_at_equal_intervals() -> None:
+    groups = [(10.0, 0, 2, 20), (14.0, 2, 4, 20), (18.0, 4, 6, 20), (22.0, 6, 8, 20)]
+    assert predictions(groups) == {14.0: 22.0, 18.0: 22.0}
+
+
+def test_layers_of_a_group_land_together_but_the_next_group_does_not() -> None:
+    """The end is never predicted from the short time between two layers of one group."""
+    single = [
+        (at + layer / 100, layer, layer + 1, 20) for at, layer in ((10.0, 0), (10.0, 1), (14.0, 2), (14.0, 3))
+    ]
+    found = predictions([*single, (18.0, 4, 6, 20)])
+    assert found[18.0] == pytest.approx(22.0, abs=0.1)
+    assert min(end for at, end in found.items() if at > 14.0) > 21.9
+
+
+def test_positions_before_the_last_chunk_say_nothing() -> None:
+    """They come as fast as the wire is; the last chunk's KV comes with its computation."""
+    early = [(1.0 + layer / 1000, layer, layer + 1, 15) for layer in range(8)]
+    assert predictions(early) == {}
+    assert predictions([*early, (10.0, 0, 4, 5), (20.0, 4, 6, 5)]) == {20.0: 30.0}
+
+
+def test_the_slowest_pace_counts() -> None:
+    groups = [(0.0, 0, 2, 20), (2.0, 2, 4, 20), (8.0, 4, 6, 20)]
+    assert predictions(groups)[8.0] == 14.0
+
+
+def test_one_group_and_slow_layers_have_no_prediction() -> None:
+    assert predictions([(5.0, 0, 8, 20)]) == {}
+    assert predictions([(5.0, 0, 7, 20)]) == {}
+    slow_ms = MOST_AHEAD_S * 1e3
+    slow = [(0.0, 0, 4, 20), (1.1 * slow_ms, 4, 6, 20)]
+    assert predictions(slow) == {}
+    assert predictions([*slow, (1.2 * slow_ms, 6, 7, 20)]) == {1.2 * slow_ms: 1.6 * slow_ms}
+
+
+def test_a_transfer_that_lands_soon_is_reported_once() -> None:
+    now_s, reports = [5.0], list[float]()
+    soon = SoonReport(lambda: now_s[0], lambda: reports.append(now_s[0]))
+    for now_s[0], end_s in ((5.0, 5.0 + 2 * SOON_S), (5.001, 5.001 + SOON_S / 2), (5.002, 5.003)):
+        soon(end_s)
+    assert reports == [5.001]
