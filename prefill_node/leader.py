@@ -86,20 +86,15 @@ class PrefillLeader(Leader):
         """Ends the oldest step in flight: waits for the device, and sends first tokens to the decode leader."""
         wait_for(step.ended)  # the commit may free pages, which a load could write at once
         plan, requests, first = step.plan, step.requests, step.first.result()
-        failed = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
         found = step.scores.result()
         with self._changed:
             self._send_prompt_logprobs(plan, requests, found)
+            self._send_firsts(first)  # first of all, because clients wait for the tokens
+            failed = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
             for request in self._scheduler.commit(plan, failed):
                 chosen = first[request.key]
                 if isinstance(chosen, RequestError):
                     self._fail(request, chosen)
-                elif request.is_head:
-                    continue  # the decode group samples the first token
-                elif request.ticket is None:
-                    request.first = chosen
-                else:
-                    self._hand_over(request, request.ticket, chosen)
             for request in requests:
                 self._confirm_release(request)
             self._admit()
@@ -107,6 +102,17 @@ class PrefillLeader(Leader):
             self._step_ended(tokens, 0 if plan.awaited_loads else tokens)
             self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
+
+    def _send_firsts(self, found: Mapping[RequestKey, First | RequestError]) -> None:
+        """Sends the first tokens of computed prompts, or keeps them until the ticket arrives."""
+        for key, chosen in found.items():
+            request = self._scheduler.requests[key]
+            if request.closing or request.is_head or isinstance(chosen, RequestError):
+                continue  # of a head, the decode group samples the first token
+            if request.ticket is None:
+                request.first = chosen
+            else:
+                self._hand_over(request, request.ticket, chosen)
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
         """Fails the request without caching its pages, whose KV may be wrong."""

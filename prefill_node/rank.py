@@ -179,7 +179,9 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
 
     def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
         chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early, work.awaited)
-        self.transfer_loop.post(partial(self.agent.plan_chunk, chunk))
+        # An early chunk needs no lease yet. Until its first layers are ready, which wakes the transfer thread, the
+        # compute thread needs the interpreter lock, to launch the step.
+        self.transfer_loop.post(partial(self.agent.plan_chunk, chunk), wake=not work.early)
 
     def _group_ends(self, plan: StepPlan) -> set[int]:
         """Returns the layers before which a group of layers ends whose KV may be sent at once."""

@@ -288,9 +288,12 @@ class PrefillScheduler:
             if self._prefix_in_flight(request):
                 request.rest_tokens = None  # the hit grows with the step's commit
                 continue
-            if self._rest_tokens(request) > budget:
-                continue
-            if self._rest_tokens(request) > room or not self._reserve(request):
+            if request.total_tokens > room:  # a shorter prompt needs no lookup
+                if self._rest_tokens(request) > budget:
+                    continue
+                if self._rest_tokens(request) > room:
+                    break
+            if not self._reserve(request):
                 break
             request.rest_tokens = _uncached_tokens(request)
             if request.rest_tokens > room:  # a part of the cached prefix was evicted after the lookup

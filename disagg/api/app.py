@@ -1,4 +1,4 @@
-"""The HTTP routes. FastAPI only dispatches requests; msgspec decodes and encodes the bodies."""
+"""The HTTP routes. Starlette only dispatches requests; msgspec decodes and encodes the bodies."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from itertools import chain
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.responses import StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from disagg import __version__
@@ -50,13 +52,16 @@ def make_app(
     siblings: Siblings | None = None,
 ) -> ASGIApp:
     """Returns the API as an ASGI application. `siblings`: the server's other workers. The caller closes `tracing`."""
-    app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
-    for path, method, handler in _routes(service, siblings or Siblings(Share())):
-        app.router.add_route(path, handler, methods=[method])
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(DisaggError, _on_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_bug)
+    routes = _routes(service, siblings or Siblings(Share()))
+    app = Starlette(
+        routes=[Route(path, handler, methods=[method]) for path, method, handler in routes],
+        exception_handlers={
+            ApiError: _on_api_error,
+            DisaggError: _on_error,
+            HTTPException: _on_http_error,
+            Exception: _on_bug,
+        },
+    )
     return Edge(app, service.config, keys, service.metrics, tracing, service.check_capacity)
 
 

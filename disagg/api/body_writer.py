@@ -16,7 +16,7 @@ def body_writer(scope: Scope) -> Callable[[bytes], bool] | None:
 
     The response must have started and not ended. The function writes the part and returns True. If the client reads
     too slowly, or the response is not chunked HTTP/1.1, the function writes nothing and returns False: the caller
-    must then send the part with `await`.
+    must then send the part with `await`. Before the start, an empty part returns whether the start would not wait.
     """
     found: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(EXTENSION)
     return found
@@ -26,7 +26,7 @@ def offer_body_writer(cycle: RequestResponseCycle) -> None:
     """Adds the extension to the scope of a request."""
 
     def write(data: bytes) -> bool:
-        if cycle.flow.write_paused or not cycle.chunked_encoding:
+        if cycle.flow.write_paused or (cycle.response_started and not cycle.chunked_encoding):
             return False
         if data and not cycle.disconnected:  # an empty chunk would end the body
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

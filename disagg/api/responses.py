@@ -1,18 +1,19 @@
 """HTTP responses: one JSON object, or server-sent events. If the client disconnects, its request is aborted.
 
 The router calls the sink directly from its message handler. A stream writes each output to its connection in this
-call, without waking its task, unless the client reads too slowly.
+call, without waking its task, unless the client reads too slowly. The first output is preceded by the HTTP status.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from disagg.api.answers import Answers, Sink
 from disagg.api.body_writer import body_writer
@@ -108,6 +109,9 @@ class EventStream(_AwaitedSink, Response):
         """Events that the stream's task must send, in order."""
         self._write: Callable[[bytes], bool] | None = None
         """Function that writes directly to the connection; None while only the stream's task may send."""
+        self._head: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        self._started = False
+        """Whether `_head` was sent."""
         self._answers = start(self)
 
     def put(self, answer: int, output: Output) -> None:
@@ -123,17 +127,29 @@ class EventStream(_AwaitedSink, Response):
         left_s = max(0.0, self._exchange.deadline_s - time.monotonic())
         try:
             async with _aborted_when_gone(self._answers, receive), asyncio.timeout(left_s + SEND_GRACE_S):
+                write = body_writer(scope)
                 if not (self._unsent or self._over):
+                    self._write = partial(self._write_first, send, write) if write is not None else None
                     await self._woken()
-                if self._error is not None and not self._unsent:
-                    raise self._error
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                await self._send_all(send, body_writer(scope))
+                    self._write = None
+                if not self._started:
+                    if self._error is not None and not self._unsent:
+                        raise self._error
+                    await send(self._head)
+                await self._send_all(send, write)
         except (ClientGoneError, TimeoutError):  # the client disconnected, or reads too slowly
             self._exchange.ended = CLIENT_GONE
         finally:
             self._answers.abort()
             _record_tokens(self._exchange, self._writer)
+
+    def _write_first(self, send: Send, write: Callable[[bytes], bool], data: bytes) -> bool:
+        """Writes the HTTP status and the first event, if the connection takes them at once; see `_write`."""
+        if not write(b""):
+            return False
+        _run_without_waiting(send(self._head))
+        self._started, self._write = True, write
+        return write(data)
 
     async def _send_all(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
         while not self._over or len(self._unsent) > EVENTS_AT_ONCE:
@@ -176,6 +192,16 @@ async def _aborted_when_gone(answers: Answers, receive: Receive) -> AsyncIterato
     finally:
         watcher.cancel()
         await asyncio.wait([watcher])
+
+
+def _run_without_waiting(sending: Awaitable[None]) -> None:
+    """Runs a coroutine that ends without waiting."""
+    steps = sending.__await__()
+    try:
+        next(steps)
+    except StopIteration:
+        return
+    raise RuntimeError("the start of a response waits for its connection")
 
 
 def _record_tokens(exchange: Exchange, writer: AnswerWriter) -> None:

@@ -288,10 +288,10 @@ class Service:
         self.metrics.prompt_tokens.inc(len(part.prompt))
 
         def emit(output: Output) -> None:
-            meter(output)
             if output.index == 0:
                 output = msgspec.structs.replace(output, cached_tokens=track.report.cached_tokens)
             answers.put(part.first + output.answer, output)
+            meter(output)  # last: the client waits for the output
 
         routed = RouterRequest(
             track.id,

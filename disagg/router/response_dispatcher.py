@@ -100,7 +100,7 @@ class ResponseDispatcher:
             receiver(peer, Suspicion())
 
     def send(self, peer: str, message: m.Message) -> None:
-        """Queues a message. The channel's thread is woken once for all messages of one event loop iteration."""
+        """Queues a message. All messages of one event loop iteration are transmitted together."""
         if not self._corked:
             self._corked = True
             self._control.cork()

@@ -241,13 +241,13 @@ class SessionHandlers(ABC):
             self.report.cached_tokens = min(message.cached_tokens, len(self.prompt))
         logprobs = [[one] for one in message.logprobs] or [[] for _ in message.first_tokens]
         firsts = zip(message.first_tokens, logprobs, range(len(self.answers)), strict=False)
-        actions: list[SessionAction] = [CountPromptComputed()]
+        actions: list[SessionAction] = []
         for token, of_token, number in firsts:
             at = len(self._answered)
             actions += self._ordered(
                 m.Tokens(self.key, at, [token], logprobs=of_token, answer=number), prompt_logprobs
             )
-        return actions + self._all_answered()
+        return [*actions, CountPromptComputed(), *self._all_answered()]  # the client waits for the tokens
 
     def tokens(self, message: m.Tokens) -> list[SessionAction]:
         return self._ordered(message) + self._all_answered()

@@ -31,6 +31,7 @@ class Client:
         self.body: list[bytes] = []
         self.direct = 0
         """Writes past the task."""
+        self.starts = 0
         self.blocked = asyncio.Event()
         self.blocked.set()
         self.reads = True
@@ -63,7 +64,8 @@ class Client:
         await self.work.wait()
 
     def _write(self, data: bytes) -> bool:
-        if self.reads:
+        if self.reads and data:
+            assert self.starts == 1
             self.body.append(data)
             self.direct += 1
         return self.reads
@@ -72,6 +74,7 @@ class Client:
         await self.blocked.wait()
         if self.send_error is not None:
             raise self.send_error
+        self.starts += message["type"] == "http.response.start"
         if message["type"] == "http.response.body":
             self.body.append(message["body"])
             self.complete = not message["more_body"]
@@ -108,6 +111,45 @@ def test_tokens_behind_the_first_are_written_at_once() -> None:
         assert client.complete
         assert client.texts == "abcde"
         assert client.body[-1].endswith(b"data: [DONE]\n\n")
+
+    run(work)
+
+
+def test_the_first_token_is_written_at_once_behind_the_status() -> None:
+    async def work(client: Client) -> None:
+        await asyncio.sleep(0)
+        client.put("a")
+        assert (client.starts, client.direct, client.texts) == (1, 1, "a")
+        client.put("b")
+        client.put("c", "length")
+        await client.task
+        assert (client.starts, client.complete, client.texts) == (1, True, "abc")
+
+    run(work)
+
+
+def test_the_task_sends_the_first_token_to_a_slow_client() -> None:
+    async def work(client: Client) -> None:
+        await asyncio.sleep(0)
+        client.reads = False
+        client.put("a")
+        assert (client.starts, client.body) == (0, [])
+        await until_async(lambda: client.texts == "a")
+        client.put("b", "length")
+        await client.task
+        assert (client.starts, client.direct, client.texts) == (1, 0, "ab")
+
+    run(work)
+
+
+def test_an_error_behind_a_first_token_that_was_written_at_once_is_an_event() -> None:
+    async def work(client: Client) -> None:
+        await asyncio.sleep(0)
+        client.put("a")
+        client.answers.fail([0], PeerLostError("lost"))
+        await client.task
+        assert (client.starts, client.texts, client.exchange.ended) == (1, "a", 503)
+        assert b'"code":"peer_lost"' in client.body[-1]
 
     run(work)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from ordered_simulation import TOKENS, D, Ordered, P
 from simulated_groups import ROUTER
@@ -49,6 +51,23 @@ def test_a_prompt_is_computed_before_its_ticket_and_sent_behind_it(order: Ordere
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
     assert order.ranks[P].agent.statistics().segments_written == 1
+
+
+def test_an_early_chunk_wakes_the_transfer_thread_when_its_first_layers_are_ready(
+    order: Ordered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(order)
+    loop, wakes = order.ranks[P].transfer_loop, []
+    post = loop.post
+
+    def recorded(work: Callable[[], None], wake: bool = True) -> None:
+        wakes.append(wake)
+        post(work, wake)
+
+    monkeypatch.setattr(loop, "post", recorded)
+    order.step()
+    assert len(wakes) > 1
+    assert wakes == [False, *[True] * (len(wakes) - 1)]
 
 
 @pytest.mark.parametrize("layers", [1, 2])

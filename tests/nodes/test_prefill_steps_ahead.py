@@ -98,6 +98,17 @@ def test_chunks_of_one_prompt_are_in_flight_together(monkeypatch: pytest.MonkeyP
     group.leader.check()
 
 
+def test_first_tokens_are_sent_before_the_cache_gets_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Prefill(monkeypatch)
+    group.submit(prompt=PROMPT[:4])
+    manager, sent = group.scheduler.kv_manager, []
+    keep = manager.keep
+    monkeypatch.setattr(manager, "keep", lambda *given: (sent.extend(group.sent), keep(*given)))
+    group.leader.commit(group.launch())
+    assert [type(message) for message in sent] == [m.Prefilled, m.FirstTokens]
+    assert manager.cached_tokens(PrefixKey.of(PROMPT)) == 4
+
+
 def test_pages_are_freed_after_the_last_step_that_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without first tokens ends on the device too: a freed page may be another request's at once."""
     group = Prefill(monkeypatch)

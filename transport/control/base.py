@@ -88,22 +88,23 @@ class ControlChannel(ABC):
 
     @abstractmethod
     def send(self, peer: str, message: Message) -> None:
-        """Queues a message; any thread may call this; never blocks. Order is kept per peer and sending thread.
+        """Sends or queues a message; any thread may call this; never blocks. Order is kept per peer and sending
+        thread.
 
         Raises `ProtocolError` when the message is too large. The call has no effect on a closed channel.
         """
 
     @abstractmethod
     def cork(self) -> None:
-        """Stops `send` from waking the channel's thread until `uncork`, to wake the thread once for several messages.
+        """Lets messages wait until `uncork`, so that several messages are transmitted together.
 
-        The thread may still send the messages before `uncork`. Only one thread of the process may cork, for at most a
-        few milliseconds.
+        The channel's thread may still send the messages before `uncork`. Only one thread of the process may cork, for
+        at most a few milliseconds.
         """
 
     @abstractmethod
     def uncork(self) -> None:
-        """Ends `cork`: wakes the channel's thread once for all messages sent since then."""
+        """Ends `cork`: transmits all messages sent since then."""
 
     @abstractmethod
     def watch(self, peer: str) -> None:

@@ -71,7 +71,7 @@ class _Link:
 
 
 class Links:
-    """The DEALERs of one channel. All methods run on the channel's thread."""
+    """The DEALERs of one channel. All methods run under the channel's lock."""
 
     def __init__(
         self,
@@ -96,6 +96,11 @@ class Links:
     def __contains__(self, peer: str) -> bool:
         """Returns whether the peer has a link."""
         return peer in self._links
+
+    def is_open(self, peer: str) -> bool:
+        """Returns whether `socket` returns the peer's DEALER without dialing."""
+        link = self._links.get(peer)
+        return link is not None and link.dealer is not None
 
     @property
     def unsettled(self) -> bool:

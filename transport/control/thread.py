@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TypeVarTuple
+from typing import NamedTuple, TypeVarTuple
 
 import msgspec
 import structlog
@@ -60,6 +60,13 @@ class TurnPace:
         return max(0.0, -self._credit * self._interval_s)
 
 
+class _Sending(NamedTuple):
+    """An encoded message that is to be sent."""
+
+    peer: str
+    body: bytes
+
+
 class ThreadedControl(ControlChannel):
     """A channel with its own thread. Subclasses move frames: `_transmit`, `_frames`, `_wait`, `_wake`."""
 
@@ -75,11 +82,10 @@ class ThreadedControl(ControlChannel):
         self._pace = pace
         self.address, self._max_message_bytes, self._clock = address, max_message_bytes, clock
         self._streams = Reliable(address, options)
-        self._work: deque[Callable[[float], None]] = deque()
+        self._work: deque[Callable[[float], None] | _Sending] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        self._lock = (
-            threading.Lock()
-        )  # guards `_streams`, which `statistics` and `check` read from other threads
+        self._lock = threading.RLock()
+        """Guards `_streams` and all transmissions: any thread may send, and read statistics."""
         self._handler: Handler = lambda peer, message: None
         self._on_peer_lost: PeerLost = lambda peer: None
         self._on_peer_met: PeerMet = lambda peer: None
@@ -110,23 +116,16 @@ class ThreadedControl(ControlChannel):
         self._thread.start()
 
     def send(self, peer: str, message: Message) -> None:
-        body = encode(
-            message, self._max_message_bytes
-        )  # reject here: the peer would drop each retransmission
-
-        def work(now_s: float) -> None:
-            self._sent += 1
-            self._streams.send(peer, body, now_s)
-
-        self._post(work)
+        # Reject a large message here: the peer would drop each retransmission.
+        self._post(_Sending(peer, encode(message, self._max_message_bytes)))
 
     def cork(self) -> None:
         self._corked = True
 
     def uncork(self) -> None:
-        self._corked = False  # set before the check below: work that is added later wakes the thread
-        if self._work and self._waits and not self._closing.is_set():
-            self._wake()
+        self._corked = False  # set before the check below: work that is added later is done
+        if self._work and not self._closing.is_set():
+            self._begin_work()
 
     def watch(self, peer: str) -> None:
         self._post(lambda now_s: self._streams.watch(peer, now_s))
@@ -176,7 +175,12 @@ class ThreadedControl(ControlChannel):
 
     @abstractmethod
     def _transmit(self, peer: str, envelope: Envelope) -> None:
-        """Transmits an envelope; the network may lose it."""
+        """Transmits an envelope; the network may lose it. Called under the lock."""
+
+    def _is_open(self, peer: str) -> bool:
+        """Returns whether any thread that holds the lock may transmit to the peer. By default only the channel's
+        thread may."""
+        return False
 
     @abstractmethod
     def _frames(self) -> Iterable[bytes]:
@@ -191,13 +195,13 @@ class ThreadedControl(ControlChannel):
         """Ends the current or next `_wait`; any thread may call this."""
 
     def _hang_up(self, peer: str) -> None:
-        """Frees the subclass's state of a lost or forgotten peer."""
+        """Frees the subclass's state of a lost or forgotten peer. Called under the lock."""
 
     def _upkeep(self, now_s: float) -> None:
-        """Runs the subclass's periodic work, first in each iteration of the thread."""
+        """Runs the subclass's periodic work, first in each iteration of the thread. Called under the lock."""
 
     def _released(self) -> None:
-        """Frees the subclass's resources at the end of the thread."""
+        """Frees the subclass's resources at the end of the thread. Called under the lock."""
 
     def _bad_frame(self, error: Exception, peer: str = "") -> None:
         """Counts and logs a dropped frame. `peer` is the sender that the frame names, or empty."""
@@ -206,11 +210,43 @@ class ThreadedControl(ControlChannel):
 
     # --- the thread
 
-    def _post(self, work: Callable[[float], None]) -> None:
+    def _post(self, work: Callable[[float], None] | _Sending) -> None:
         if not self._closing.is_set():
             self._work.append(work)
-            if self._waits and not self._corked:
+            if not self._corked:
+                self._begin_work()
+
+    def _begin_work(self) -> None:
+        """Sends the queued messages on the calling thread, or wakes the channel's thread."""
+        if not self._sent_here() and self._waits:
+            self._wake()
+
+    def _sent_here(self) -> bool:
+        """Sends queued messages on the calling thread: to wake the channel's thread would take longer. Never blocks.
+
+        Returns False if work is left: if another thread holds the lock, or if the next work is no message to a
+        connected peer.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            now_s = self._clock()
+            while self._work and not self._closing.is_set():
+                work = self._work[0]
+                if not (isinstance(work, _Sending) and self._is_open(work.peer)):
+                    break
+                self._work.popleft()
+                self._send(work, now_s)
+            self._transmit_all()
+            if self._streams.events:  # the peer is lost, because too many messages are unacknowledged
                 self._wake()
+            return not self._work
+        finally:
+            self._lock.release()
+
+    def _send(self, sending: _Sending, now_s: float) -> None:
+        self._sent += 1
+        self._streams.send(sending.peer, sending.body, now_s)
 
     def _run(self) -> None:
         try:
@@ -230,7 +266,8 @@ class ThreadedControl(ControlChannel):
                     self._wait(max(0.0, min(due_s - self._clock(), 1.0)))
                 self._waits = False
         finally:
-            self._released()
+            with self._lock:
+                self._released()
 
     def _done(self) -> bool:
         if not self._closing.is_set():
@@ -239,7 +276,8 @@ class ThreadedControl(ControlChannel):
         if self._failing:  # the remaining work may never be done
             return not lingers
         # A peer that never receives the acknowledgement of its last message would log this channel as lost.
-        owes = self._streams.unacknowledged or self._streams.acknowledges
+        with self._lock:
+            owes = self._streams.unacknowledged or self._streams.acknowledges
         return not self._work and not (lingers and owes)
 
     def _safe_turn(self) -> float | None:
@@ -257,19 +295,21 @@ class ThreadedControl(ControlChannel):
         return due_s
 
     def _turn(self) -> float:
-        now_s = self._clock()
-        self._upkeep(now_s)
-        if self._work:
-            with self._lock:
-                while self._work:
-                    self._work.popleft()(now_s)
-            self._transmit_all()  # before reading: peers wait for these envelopes
         with self._lock:
+            now_s = self._clock()
+            self._upkeep(now_s)
+            while self._work:
+                work = self._work.popleft()
+                if isinstance(work, _Sending):
+                    self._send(work, now_s)
+                else:
+                    work(now_s)
+            self._transmit_all()  # before reading: peers wait for these envelopes
             for frame in self._frames():
                 self._take_in(frame, now_s)
             due_s = self._streams.tick(now_s)
             events, self._streams.events = self._streams.events, []
-        self._transmit_all()
+            self._transmit_all()
         # Handle each event separately: a failed transmission is repeated, but an event skipped after an exception
         # would be lost, because its message is already acknowledged.
         if not self._closing.is_set():
@@ -294,10 +334,8 @@ class ThreadedControl(ControlChannel):
                 self._call(self._on_peer_suspected, event.peer, False)
 
     def _transmit_all(self) -> None:
-        if not self._streams.outbox:  # only this thread fills it
-            return
-        with self._lock:
-            outbox, self._streams.outbox = self._streams.outbox, []
+        """Transmits all envelopes of the streams. Called under the lock."""
+        outbox, self._streams.outbox = self._streams.outbox, []
         for peer, envelope in outbox:
             self._call(self._transmit, peer, envelope)
 
@@ -319,7 +357,8 @@ class ThreadedControl(ControlChannel):
     def _lose(self, peer: str, reason: str) -> None:
         self._lost += 1
         self._last_lost = f"{peer}: {reason}"
-        self._hang_up(peer)
+        with self._lock:
+            self._hang_up(peer)
         log.info("control_peer_lost", channel=self.address, peer=peer, reason=reason)
         self._call(self._on_peer_lost, peer)
 

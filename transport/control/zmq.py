@@ -1,4 +1,4 @@
-"""The control plane over ZMQ: listening ROUTERs and one DEALER for each peer, all on the channel's thread.
+"""The control plane over ZMQ: listening ROUTERs on the channel's thread; under its lock, one DEALER for each peer.
 
 Every connection is CURVE-encrypted, and ZMQ's ZAP checks the client's key before any frame is received.
 """
@@ -143,8 +143,7 @@ class ZmqControl(ThreadedControl):
         return poller
 
     def _resend(self, peer: str, at_s: float) -> None:
-        with self._lock:
-            self._streams.resend_at(peer, at_s)
+        self._streams.resend_at(peer, at_s)
 
     # --- frames
 
@@ -155,6 +154,9 @@ class ZmqControl(ThreadedControl):
                 zmq.Again
             ):  # the queue is full: retransmitted later, or the peer is lost
                 dealer.send(encode_envelope(envelope), zmq.NOBLOCK)
+
+    def _is_open(self, peer: str) -> bool:
+        return self.links.is_open(peer)
 
     def _dealer(self, peer: str) -> zmq.Socket[bytes] | None:
         if not _ADDRESS.fullmatch(peer):

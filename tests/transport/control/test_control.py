@@ -170,6 +170,35 @@ def test_many_messages_from_many_threads_keep_their_order(net: Net) -> None:
     assert b.received.empty()
 
 
+def test_a_message_to_a_connected_peer_does_not_wait_for_the_channels_thread() -> None:
+    net, entered, leave = Net("zmq"), threading.Event(), threading.Event()
+
+    def block(peer: str, message: Message) -> None:
+        entered.set()
+        leave.wait(PATIENCE_S)
+
+    a, b = net.station().start(block), net.station().start()
+    try:
+        a.channel.send(b.address, token(1))
+        assert b.next()[1] == token(1)
+        b.channel.send(a.address, token(2))
+        assert entered.wait(PATIENCE_S)
+        for number in (3, 4):
+            a.channel.send(b.address, token(number))
+        assert [b.next()[1] for _ in range(2)] == [token(3), token(4)]
+        assert not leave.is_set()
+        a.channel.forget(b.address)  # work of the channel's thread; later messages wait behind it
+        a.channel.send(b.address, token(5))
+        assert a.channel.statistics().sent == 3
+        leave.set()
+        assert b.next()[1] == token(5)
+    finally:
+        leave.set()
+        for station in net.stations:
+            station.channel.check()
+            station.channel.close()
+
+
 def test_a_large_message(net: Net) -> None:
     a, b = net.station().start(), net.station().start()
     plan = Plan(1, bytes(range(256)) * (8 << 12))
