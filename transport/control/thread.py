@@ -217,8 +217,12 @@ class ThreadedControl(ControlChannel):
                 self._begin_work()
 
     def _begin_work(self) -> None:
-        """Sends the queued messages on the calling thread, or wakes the channel's thread."""
-        if not self._sent_here() and self._waits:
+        """Sends the queued messages on the calling thread, or wakes the channel's thread.
+
+        Under load, a paced thread sends the messages at its next turn, together with those that follow.
+        """
+        paces = self._pace is not None and not self._waits
+        if not paces and not self._sent_here() and self._waits:
             self._wake()
 
     def _sent_here(self) -> bool:

@@ -18,7 +18,7 @@ from transport.control.base import ControlChannel
 from transport.control.inproc import InprocControl, InprocHub
 from transport.control.messages import MAX_MESSAGE_BYTES, FirstTokens, Message, Plan, Release, Released
 from transport.control.reliable import Envelope, ReliableOptions
-from transport.control.thread import ThreadedControl
+from transport.control.thread import ThreadedControl, TurnPace
 from transport.control.zmq import ZmqControl
 from transport.keys.curve import make_keys
 
@@ -196,6 +196,37 @@ def test_a_message_to_a_connected_peer_does_not_wait_for_the_channels_thread() -
         leave.set()
         for station in net.stations:
             station.channel.check()
+            station.channel.close()
+
+
+def test_messages_gather_while_a_paced_thread_pauses() -> None:
+    class Held(TurnPace):
+        holds = False
+        paused, over = threading.Event(), threading.Event()
+
+        def pause_s(self, now_s: float) -> float:
+            if self.holds:
+                self.paused.set()
+                self.over.wait(PATIENCE_S)
+            return 0.0
+
+    net, pace = Net("zmq"), Held()
+    a = Station(ZmqControl("127.0.0.1", 0, keys=net.keys, options=OPTIONS, pace=pace)).start()
+    b = net.station().start()
+    try:
+        a.channel.send(b.address, token(1))
+        assert b.next()[1] == token(1)
+        pace.holds = True
+        assert pace.paused.wait(PATIENCE_S)
+        for number in (2, 3):
+            a.channel.send(b.address, token(number))
+        assert a.channel.statistics().sent == 1
+        pace.holds = False
+        pace.over.set()
+        assert [b.next()[1] for _ in range(2)] == [token(2), token(3)]
+    finally:
+        pace.over.set()
+        for station in (a, b):
             station.channel.close()
 
 
