@@ -179,9 +179,12 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
 
     def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
         chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early, work.awaited)
-        # An early chunk needs no lease yet. Until its first layers are ready, which wakes the transfer thread, the
-        # compute thread needs the interpreter lock, to launch the step.
-        self.transfer_loop.post(partial(self.agent.plan_chunk, chunk), wake=not work.early)
+        self.transfer_loop.post(partial(self.agent.plan_chunk, chunk), wake=False)
+        # Without a ticket the chunk needs no lease yet. Until its first layers are ready, which wakes the transfer
+        # thread, the compute thread needs the interpreter lock, to launch the step. This is asked behind the post: a
+        # ticket that is opened later finds the chunk.
+        if not work.early or self.agent.has_ticket(work.key):
+            self.transfer_loop.wake()
 
     def _group_ends(self, plan: StepPlan) -> set[int]:
         """Returns the layers before which a group of layers ends whose KV may be sent at once."""

@@ -149,6 +149,10 @@ class SegmentSender:
 
     # --- calls of the leader and the compute thread
 
+    def has_ticket(self, key: RequestKey) -> bool:
+        """Returns whether a ticket of the request is open. Any thread may call it."""
+        return key in self.tickets.open
+
     def open(self, message: m.OpenSend) -> None:
         """Opens the ticket of an admitted request, whose KV is computed into `message.pages`.
 

@@ -136,7 +136,11 @@ class TransferLoop:
         """
         self._inbox.append(work)
         if wake:
-            self._transport.wake()
+            self.wake()
+
+    def wake(self) -> None:
+        """Makes the thread do the posted work now if it is blocked. Any thread may call it."""
+        self._transport.wake()
 
     def call(self, work: Callable[[], None], timeout_s: float = 30.0) -> None:
         """Runs `work` on the transfer thread and waits for its end. Raises `TimeoutError`, or the error of `work`."""

@@ -57,17 +57,43 @@ def test_an_early_chunk_wakes_the_transfer_thread_when_its_first_layers_are_read
     order: Ordered, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(order)
-    loop, wakes = order.ranks[P].transfer_loop, []
-    post = loop.post
+    posts = wakes_of_posts(order, monkeypatch)
+    order.step()
+    assert len(posts) > 1
+    assert posts == [False, *[True] * (len(posts) - 1)]
 
-    def recorded(work: Callable[[], None], wake: bool = True) -> None:
-        wakes.append(wake)
+
+def test_a_chunk_planned_before_its_ticket_came_wakes_the_thread_if_the_ticket_is_open(
+    order: Ordered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs a lease before the step is launched."""
+    submit(order)
+    plan = order.ranks[P].leader.next_plan()
+    assert isinstance(plan, StepPlan)
+    assert plan.work[0].early
+    ticket(order)
+    order.work(P)
+    posts = wakes_of_posts(order, monkeypatch)
+    order.ranks[P].step(plan)
+    assert all(posts)
+
+
+def wakes_of_posts(order: Ordered, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the transfer thread was woken with or behind each piece of work that is posted from now on."""
+    loop, posts = order.ranks[P].transfer_loop, list[bool]()
+    post, wake = loop.post, loop.wake
+
+    def posted(work: Callable[[], None], wake: bool = True) -> None:
+        posts.append(wake)
         post(work, wake)
 
-    monkeypatch.setattr(loop, "post", recorded)
-    order.step()
-    assert len(wakes) > 1
-    assert wakes == [False, *[True] * (len(wakes) - 1)]
+    def woken() -> None:
+        posts[-1] = True
+        wake()
+
+    monkeypatch.setattr(loop, "post", posted)
+    monkeypatch.setattr(loop, "wake", woken)
+    return posts
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -44,7 +44,11 @@ _WILDCARDS = ("*", "", "::", "[::]")
 ENVELOPE_BYTES = 4096
 """Space for the envelope around the largest message."""
 UNSETTLED_S, SETTLED_S = 0.02, 0.25
-"""Intervals between checks of keys and handshakes: the first during a handshake, the second at other times."""
+"""Intervals between checks of keys and handshakes: the first during a handshake, the second at other times.
+
+`SETTLED_S` also bounds how late the channel's thread sees a retransmission that falls due because another thread has
+sent a message, so it is less than `FIRST_RESEND_S`.
+"""
 _MAX_SOCKETS = 3 * MAX_PEERS + 64
 """Limit of ZMQ sockets: a DEALER and two monitor sockets per peer, and a few others. ZMQ allocates a pointer for each
 socket."""
@@ -88,7 +92,7 @@ class ZmqControl(ThreadedControl):
             self._context.term()
             raise
         self.links = Links(self._context, self._generations, self._resend, HIGH_WATER_MARK)
-        """Outgoing connections; used on the channel's thread."""
+        """Outgoing connections; used under the channel's lock."""
         self._look_at_s, self._complaint = 0.0, ""
         self._flush_ms = 0
         self._alarm = Alarm()
