@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 FIRST_GROUPS = (1, 1, 2)
 """Layers of the first groups of a load. A step that computes longer than the load waits for the first group only."""
 QUEUED_AT_ONCE = 4
-"""Number of groups that are queued at once: by the compute thread, if the load's plan has a step."""
+"""Number of groups that the compute thread queues."""
 PACE_GROUP = 1
 """The group after whose load the load thread queues the later groups. If the load thread began earlier, it would
 compete for the interpreter lock with the compute thread, which prepares the step."""
@@ -197,8 +197,7 @@ class HybridCacheController:
         if loads and self._layered:
             # Beside a step that does not wait, the load has fewer launches: its request waits for the report anyway.
             beside = bool(plan.work) and not plan.awaited_loads
-            groups = [Span(0, self.kv.layers)] if beside else self._load_groups
-            self._launch(loads, event, groups, now=bool(plan.work))
+            self._launch(loads, event, [Span(0, self.kv.layers)] if beside else self._load_groups)
         elif loads:
             self.loading.submit(self._guarded, self._load, loads, event)
 
@@ -295,19 +294,12 @@ class HybridCacheController:
         self._report(operations, queued)
 
     def _launch(
-        self,
-        operations: Sequence[CacheOperation],
-        after: DeviceEvent,
-        groups: Sequence[Span],
-        *,
-        now: bool,
+        self, operations: Sequence[CacheOperation], after: DeviceEvent, groups: Sequence[Span]
     ) -> None:
-        """Has the load thread queue the parts of loads. `now`: the calling compute thread queues the first parts
-        itself, because it is about to launch a step that waits for them."""
+        """Queues the first parts of loads on the compute thread, and has the load thread queue the others."""
         self._latest.queue()  # loads run in the order of their plans
         queued = self._prepare_loads(operations, after, groups, staged=False)
-        if now and len(groups) > 1:
-            queued.loaded.queue(QUEUED_AT_ONCE)
+        queued.loaded.queue(QUEUED_AT_ONCE if len(groups) > 1 else 0)
         self._latest, self._last_load = queued.loaded, operations[-1].number
         self._loads.update((operation.number, queued.loaded) for operation in operations)
         self.loading.submit(self._guarded, self._queue_rest, operations, queued, after)
@@ -318,7 +310,6 @@ class HybridCacheController:
         """Queues the parts that are not queued yet, then has the end reported. Runs on the load thread."""
         # Many copies that wait on the device would delay the launches of the steps (`disagg.kv.staged_blocks`).
         wait_for(after)
-        queued.loaded.queue(QUEUED_AT_ONCE)
         queued.loaded.wait_for_part(PACE_GROUP)
         queued.loaded.queue()
         self.reporting.submit(self._guarded, self._report, operations, queued)
