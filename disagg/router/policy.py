@@ -262,32 +262,45 @@ def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> Rou
     usable = _usable(engines)
     if request.session and usable[0].group.role == "decode":
         return _of_session(usable, request.session)
-    costs = _costs(usable, request)
+    costs = _costs(usable, request, request.shared_tokens(usable))
     totals = [
         engine.tokens + missing + loading for engine, (missing, loading) in zip(usable, costs, strict=True)
     ]
     most = min(totals) + request.tokens // SLACK
+    equal = [number for number, total in enumerate(totals) if total <= most]
+    fewest = min([usable[number].requests for number in equal])
     ranks = [
-        (engine.requests, costs[number].loading, len(engine.held.held), total, engine.served, number)
-        for number, (engine, total) in enumerate(zip(usable, totals, strict=True))
-        if total <= most
+        (costs[number].loading, len(engine.held.held), totals[number], engine.served, number)
+        for number in equal
+        if (engine := usable[number]).requests == fewest
     ]
     return usable[min(ranks)[-1]]
 
 
-def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest) -> list[PromptCost]:
-    """Returns each group's cost of the prompt; calls `request.cost` only if the group may cache a prefix."""
-    whole = PromptCost(request.tokens, 0)
-    firsts = {kind: block_hashes[0] for kind, block_hashes in request.block_hashes.items() if block_hashes}
+def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest, shared: int) -> list[PromptCost]:
+    """Returns each group's cost of the prompt; `shared`: see `RoutingRequest.cost`.
+
+    Most groups of a large cluster have nothing of a prompt. So `request.cost` is called only for groups with its
+    first block.
+    """
+    costs = [PromptCost(request.tokens, 0)] * len(engines)
+    firsts = {block_hashes[0] for block_hashes in request.block_hashes.values() if block_hashes}
     if not firsts:
-        return [whole] * len(engines)
-    shared = request.shared_tokens(engines)
-    return [
-        request.cost(engine, shared)
-        if engine.lower or (shared and engine.shares) or firsts.get((held := engine.held).kind) in held.held
-        else whole
-        for engine in engines
-    ]
+        return costs
+    none = firsts.isdisjoint
+    having = {number for number, engine in enumerate(engines) if not firsts.isdisjoint(engine.held.held)}
+    having.update(
+        number
+        for number, engine in enumerate(engines)
+        if engine.lower
+        for tier in engine.lower.values()
+        if not firsts.isdisjoint(tier.held)
+    )
+    if shared:
+        having.update(number for number, engine in enumerate(engines) if engine.shares)
+    for number in having:
+        costs[number] = request.cost(engines[number], shared)
+    return costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +350,10 @@ class LocalPrefill:
         idle = [one for one in computing_prompts(decodes) if not (one.requests or one.others_use)]
         if not idle:
             return None
-        best = min(idle, key=request.missing_tokens)
-        missing, most = request.missing_tokens(best), HELD_STEPS * best.group.leader.local_prefill_tokens
+        costs = [sum(cost) for cost in _costs(idle, request, 0)]
+        missing = min(costs)
+        best = idle[costs.index(missing)]
+        most = HELD_STEPS * best.group.leader.local_prefill_tokens
         sooner = self.cost * missing < request.missing_tokens(prefill)
         return best if missing <= most and sooner else None
 
