@@ -287,7 +287,6 @@ def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest, shared: int)
     firsts = {block_hashes[0] for block_hashes in request.block_hashes.values() if block_hashes}
     if not firsts:
         return costs
-    none = firsts.isdisjoint
     having = {number for number, engine in enumerate(engines) if not firsts.isdisjoint(engine.held.held)}
     having.update(
         number
