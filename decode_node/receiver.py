@@ -178,7 +178,7 @@ class SegmentReceiver:
         has ended. Any thread may call it."""
         return self._tickets.arriving.get(ticket)
 
-    def predict(self, ticket: int, expected: Callable[[float], None]) -> None:
+    def predict(self, ticket: int, expected: Callable[[float, float], None]) -> None:
         """Calls `expected` with the time at which an open ticket's KV will have landed, as `LandingPace` does."""
         incoming = self._tickets.open.get(ticket)
         if incoming is not None:

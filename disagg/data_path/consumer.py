@@ -37,7 +37,7 @@ class KVConsumer(Endpoint[SegmentReceiver]):
         tables: Sequence[Sequence[int]],
         group: str,
         states: tuple[int, ...] = (),
-        expected: Callable[[float], None] | None = None,
+        expected: Callable[[float, float], None] | None = None,
     ) -> None:
         """Accepts the ticket's KV from the linked group `group`.
 

@@ -55,9 +55,15 @@ class EngineFacts:
         return any(group.local for group in self.groups)
 
     @property
-    def may_report_early(self) -> bool:
-        """Whether requests may be reported before all KV has come; see docs/vllm.md."""
-        return self.consumes and self.fails_loads and self.steps_alone and is_plain(self.groups)
+    def early_refused(self) -> str:
+        """Why requests may not be reported before all KV has come; empty if they may. See docs/vllm.md."""
+        conditions = {
+            'kv_role must be "kv_consumer"': self.consumes and not self.produces,
+            'kv_load_failure_policy must be "fail"': self.fails_loads,
+            "data_parallel_size must be 1": self.steps_alone,
+            "the model must have one KV cache group, of full attention": is_plain(self.groups),
+        }
+        return "; ".join(condition for condition, holds in conditions.items() if not holds)
 
     @property
     def attention(self) -> tuple[CacheGroup, ...]:

@@ -9,6 +9,7 @@ import time
 from functools import cache, partial
 from typing import Any
 
+import structlog
 import torch
 
 from disagg.vllm import compat
@@ -17,6 +18,8 @@ from disagg.vllm.scheduler import SchedulerSide
 from disagg.vllm.settings import VllmSettings
 from disagg.vllm.work import StepWork, WorkerHandshake
 from disagg.vllm.worker import WorkerSide, host_of, make_wires
+
+log = structlog.get_logger(__name__)
 
 
 class ConnectorMethods:
@@ -36,6 +39,8 @@ class ConnectorMethods:
             channel = settings.scheduler_channel()
             directory = EngineDirectory(channel, time.monotonic)
             host, early = host_of(channel.address), settings.early_s > 0
+            if settings.early_refused:  # the workers have the same settings
+                log.warning("early_s_has_no_effect", reason=settings.early_refused)
             self.scheduling = SchedulerSide(facts, directory, host, settings.port, early=early)
         else:
             rank = compat.tensor_parallel_rank()

@@ -11,6 +11,7 @@ then waits for the rest (`await_rests`), and a second report says that nobody wr
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -35,8 +36,8 @@ class ReceivedRequests:
         self._all: deque[str] = deque()
         self._newest: deque[str] = deque(maxlen=_MOST_NEWEST)
         self._settled: deque[str] = deque()
-        self._due_s: dict[str, float] = {}
-        """When each request may be reported early."""
+        self._due_s: dict[str, tuple[float, float]] = {}
+        """From when until when each request may be reported early."""
         self._rests: set[str] = set()
         """Requests that were reported early, whose blocks are still written."""
         self._lost: dict[str, frozenset[int]] = {}
@@ -53,11 +54,18 @@ class ReceivedRequests:
 
     # --- transfer thread
 
-    def expect(self, request_id: str, end_s: float) -> None:
-        """Announces when the transfer of a request ends. Has no effect after its report."""
+    def expect(self, request_id: str, end_s: float, overdue_s: float = math.inf) -> None:
+        """Announces when the transfer of a request ends, instead of an earlier announcement.
+
+        `overdue_s`: when KV should have come that announces the end anew; without it, the request is not reported
+        after this time. Has no effect after the request's report.
+        """
         with self._changed:
-            if self._early_s and request_id not in self._rests:
-                self._due_s[request_id] = end_s - self._early_s
+            due_s = end_s - self._early_s
+            if due_s > overdue_s:
+                self._due_s.pop(request_id, None)
+            elif self._early_s and request_id not in self._rests:
+                self._due_s[request_id] = due_s, overdue_s
                 self._changed.notify_all()
 
     def withdraw(self, request_id: str) -> None:
@@ -99,7 +107,7 @@ class ReceivedRequests:
         with self._changed:
             until_s = self._clock() + wait_s
             self._report_due()
-            while not self._all and (left_s := min([until_s, *self._due_s.values()]) - self._clock()) > 0:
+            while not self._all and (left_s := self._next_s(until_s) - self._clock()) > 0:
                 self._changed.wait(left_s)
                 self._report_due()
             return set(taken(self._all))
@@ -160,10 +168,15 @@ class ReceivedRequests:
         with self._changed:
             return self._rests & request_ids
 
+    def _next_s(self, until_s: float) -> float:
+        return min([until_s, *(due_s for due_s, _ in self._due_s.values())])
+
     def _report_due(self) -> None:
         now_s = self._clock()
-        for request_id in [one for one, due_s in self._due_s.items() if due_s <= now_s]:
-            del self._due_s[request_id]
+        for request_id in [one for one, (due_s, _) in self._due_s.items() if due_s <= now_s]:
+            _, overdue_s = self._due_s.pop(request_id)
+            if now_s > overdue_s:
+                continue
             self._rests.add(request_id)
             self.early += 1
             self._report(request_id, loaded=True)

@@ -142,7 +142,8 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Makes the ticket of a request whose blocks are reserved, or begins to follow a prompt to be sent."""
         params = request.kv_transfer_params or {}
-        self._uses(request.request_id, block_tables_of(blocks))
+        if self.unsettled is not None:
+            self._uses(self.unsettled, request.request_id, block_tables_of(blocks))
         if params.get("do_remote_decode") and self._facts.produces:
             key = str(params.get("transfer_id") or request.request_id)
             prompt = _Prompt(key, request.num_prompt_tokens, answers_one_token(request))
@@ -186,7 +187,9 @@ class SchedulerSide:
             prompt = self._prompts.get(one.request_id)
             if prompt is not None:
                 self._scheduled(one, prompt)
-            self._uses(one.request_id, one.tables)
+            if self.unsettled is not None:
+                self._uses(self.unsettled, one.request_id, one.tables)
+                self.unsettled.schedule(one.request_id)
         work, self._work = self._work, StepWork()
         # Not in the first empty step: with asynchronous scheduling, the tokens of the step before are still unread.
         empty = computes_nothing(scheduler_output)
@@ -199,10 +202,10 @@ class SchedulerSide:
         self._was_empty = empty
         return work
 
-    def _uses(self, request_id: str, tables: BlockTables) -> None:
-        if self.unsettled is not None:
-            for blocks in tables:  # there is one group
-                self.unsettled.uses(request_id, blocks)
+    @staticmethod
+    def _uses(unsettled: UnsettledRequests, request_id: str, tables: BlockTables) -> None:
+        for blocks in tables:  # there is one group
+            unsettled.uses(request_id, blocks)
 
     def _scheduled(self, one: ScheduledTokens, prompt: _Prompt) -> None:
         if one.replaces or not prompt.tables:

@@ -37,6 +37,8 @@ class VllmSettings:
     """Time for which a computed prompt waits for its consumer, and a consumer for its KV."""
     early_s: float = 0.0
     """Time before the expected end of a transfer at which a worker reports it; 0: at the end."""
+    early_refused: str = ""
+    """Why `early_s` is 0 although the settings have another value; empty otherwise."""
 
     @classmethod
     def of(cls, facts: EngineFacts) -> VllmSettings:
@@ -58,8 +60,9 @@ class VllmSettings:
             raise ConfigError(
                 f"early_s of kv_connector_extra_config is {early_s!r}; it must be from 0 to {LONGEST_EARLY_S:g} s"
             )
-        early_s = float(early_s) if facts.may_report_early else 0.0
-        return cls(_config(extra), port + facts.dp_rank, float(lease_s), early_s)
+        refused = facts.early_refused if early_s else ""
+        early_s = 0.0 if refused else float(early_s)
+        return cls(_config(extra), port + facts.dp_rank, float(lease_s), early_s, refused)
 
     def choice(self) -> Choice:
         """Returns the transport of this host's ranks. Raises ConfigError."""

@@ -3,7 +3,8 @@
 A worker reports a request as received a little before its last KV comes, and as settled when nobody writes its blocks
 any more. vLLM schedules the request after the first report of all workers. Each worker then waits before its step.
 
-    no step reads missing KV    each step with tokens waits for all requests that vLLM was told of (`due`)
+    no step reads missing KV    each step with tokens waits for the requests that vLLM was told of, and that it or an
+                                earlier step may read: they were scheduled, or others have their blocks (`due`)
     no freed block is written   a request that ends earlier keeps its blocks until all workers have settled it
     a rest that does not come   the workers name the lost blocks with each step. vLLM fails the requests that run on
                                 them and drops the tokens of the step (`kv_load_failure_policy` "fail")
@@ -16,13 +17,14 @@ KV is lost, `lost` raises TransportError, which ends the engine: no answer may c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from disagg.core.errors import TransportError
+from disagg.core.errors import InvariantError, TransportError
 
 log = structlog.get_logger(__name__)
 
@@ -33,11 +35,10 @@ class _Unsettled:
 
     blocks: frozenset[int]
     """Blocks that KV is written to."""
-    told: bool = False
-    """Whether vLLM takes it for received."""
+    scheduled: bool = False
+    """Whether vLLM has scheduled tokens of it after it was told."""
     finished: bool = False
     """Whether vLLM has ended the request, so that its blocks wait for the workers' reports."""
-    lost: bool = False
     forgotten: bool = False
     """Whether the workers are told that nothing uses the lost blocks."""
     preempted: bool = False
@@ -55,6 +56,14 @@ class UnsettledRequests:
         self.evict: Callable[[set[int]], Any] | None = None
         """Removes blocks from vLLM's prefix cache; set before the first request."""
         self._all: dict[str, _Unsettled] = {}
+        self._told: dict[str, _Unsettled] = {}
+        """Those of `_all` that vLLM takes for received."""
+        self._lost: dict[str, _Unsettled] = {}
+        """Those of `_all` with lost blocks."""
+        self._owners: defaultdict[int, set[str]] = defaultdict(set)
+        """By block, the requests of `_told` whose KV is written to it: several if vLLM has preempted one of them."""
+        self._shared: dict[str, set[str]] = {}
+        """By request, the requests of `_told` that have it among their `sharers`."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -65,24 +74,33 @@ class UnsettledRequests:
 
     # --- what vLLM does
 
-    def uses(self, request_id: str, blocks: Iterable[int]) -> None:
+    def uses(self, request_id: str, blocks: Sequence[int]) -> None:
         """Records that vLLM has given blocks to a request, or more blocks."""
-        for owner, one in self._all.items():
-            if not one.told or owner == request_id:
-                continue
-            if request_id in one.sharers or not one.blocks.isdisjoint(blocks):
-                one.sharers.add(request_id)
-                one.computed.update(blocks)
+        known = self._shared.get(request_id, set())
+        if not known and self._owners.keys().isdisjoint(blocks):
+            return
+        owners = known.union(*(self._owners.get(block, ()) for block in blocks)) - {request_id}
+        for owner in owners:
+            self._told[owner].sharers.add(request_id)
+            self._told[owner].computed.update(blocks)
+        if owners:
+            self._shared[request_id] = owners
+
+    def schedule(self, request_id: str) -> None:
+        """Records that a step computes tokens of a request."""
+        if (one := self._told.get(request_id)) is not None:
+            one.scheduled = True
 
     def preempt(self, request_ids: Set[str]) -> None:
         """Records that vLLM has preempted requests."""
-        for request_id, one in self._all.items():
-            one.preempted |= one.told and not request_ids.isdisjoint({request_id, *one.sharers})
+        for request_id in request_ids:
+            for owner in {request_id, *self._shared.get(request_id, ())} & self._told.keys():
+                self._told[owner].preempted = True
 
     def finish(self, request_id: str) -> bool:
         """Records the end of a request. Returns whether its blocks are held."""
-        for one in self._all.values():
-            one.sharers.discard(request_id)
+        for owner in self._shared.pop(request_id, ()):
+            self._told[owner].sharers.discard(request_id)
         found = self._all.get(request_id)
         if found is not None:
             found.finished = True
@@ -91,14 +109,19 @@ class UnsettledRequests:
     # --- what the workers are told
 
     def due(self) -> set[str]:
-        """Returns the requests for which a step waits."""
-        return {request_id for request_id, one in self._all.items() if one.told and not one.lost}
+        """Returns the requests for which a step waits: of those that vLLM was told of, all that it may read.
+
+        A request that waits for a place in a step is not among them, unless others have its blocks. It stays among
+        them after its first step: preempted, its blocks may have other owners, who must not write them meanwhile.
+        """
+        told = self._told.items()
+        return {name for name, one in told if (one.scheduled or one.sharers) and name not in self._lost}
 
     def forgets(self) -> list[str]:
         """Returns the requests with lost blocks that nothing uses any more, each once after a worker's report."""
         found = []
-        for request_id, one in self._all.items():
-            if one.lost and one.finished and not one.sharers and not one.forgotten:
+        for request_id, one in self._lost.items():
+            if one.finished and not one.sharers and not one.forgotten:
                 one.forgotten = True
                 found.append(request_id)
         return found
@@ -111,7 +134,9 @@ class UnsettledRequests:
         for request_id in request_ids:
             one = self._all[request_id]
             if not one.finished:
-                one.told = True
+                self._told[request_id] = one
+                for block in one.blocks:
+                    self._owners[block].add(request_id)
                 told.add(request_id)
         return told
 
@@ -120,14 +145,12 @@ class UnsettledRequests:
 
         Raises TransportError if vLLM may have kept a token that was computed with one.
         """
-        for request_id, one in self._all.items():
+        for request_id, one in self._all.items() if blocks else ():
             if one.blocks.isdisjoint(blocks):
                 continue
-            one.lost, one.forgotten = (
-                True,
-                False,
-            )  # also of another worker, after the first one has forgotten them
-            if not one.told:
+            self._lost[request_id] = one
+            one.forgotten = False  # also of another worker, after the first one has forgotten them
+            if request_id not in self._told:
                 continue  # vLLM has not cached its blocks
             if one.preempted or self.evict is None:
                 raise TransportError(
@@ -140,7 +163,36 @@ class UnsettledRequests:
         """Returns those of the reported requests whose blocks vLLM frees now, and forgets all of them."""
         freed = set()
         for request_id in request_ids:
-            one = self._all.pop(request_id, None)
+            one = self._forget(request_id)
             if one is None or one.finished:  # unknown: a prompt that was sent
                 freed.add(request_id)
         return freed
+
+    def _forget(self, request_id: str) -> _Unsettled | None:
+        one = self._all.pop(request_id, None)
+        self._lost.pop(request_id, None)
+        if self._told.pop(request_id, None) is None or one is None:
+            return one
+        for block in one.blocks:
+            self._owners[block].discard(request_id)
+            if not self._owners[block]:
+                del self._owners[block]
+        for sharer in one.sharers:
+            self._shared[sharer].discard(request_id)
+            if not self._shared[sharer]:
+                del self._shared[sharer]
+        return one
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless each request that vLLM was told of is found by its blocks and sharers."""
+        owned = {(block, name) for name, one in self._told.items() for block in one.blocks}
+        shared = {(sharer, name) for name, one in self._told.items() for sharer in one.sharers}
+        indexes = ((owned, self._owners), (shared, self._shared))
+        if any(
+            pairs != {(key, one) for key, names in found.items() for one in names} for pairs, found in indexes
+        ):
+            raise InvariantError(f"{sorted(self._told)} do not match their blocks and sharers")
+        if not self._told.keys() | self._lost.keys() <= self._all.keys():
+            raise InvariantError(
+                "a request is settled, and is among those that vLLM was told of or that are lost"
+            )

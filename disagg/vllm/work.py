@@ -81,7 +81,7 @@ class StepWork:
     """Consumer: aborted requests of `receives`, whose blocks are held until they are no longer written."""
     releases: list[ReleaseWork] = field(default_factory=list)
     due: set[str] = field(default_factory=set)
-    """Consumer: requests that vLLM may compute in this step, and whose KV may still come. The step waits for it."""
+    """Consumer: requests whose blocks this step may read, and whose KV may still come. The step waits for it."""
     forgets: list[str] = field(default_factory=list)
     """Consumer: requests that were reported early, whose KV did not come, and whose blocks nothing uses any more."""
     may_wait: bool = False

@@ -123,20 +123,27 @@ class WorkerSide:
         Blocks while KV comes of requests that were reported early, for `REST_LIMIT_S` at most. Raises TransportError
         when a transfer thread has ended: blocks would be held for ever.
         """
+        self._check_threads()
         if self.consuming is not None:
             self._await_rests(self.consuming, work)
         for endpoint in self.endpoints:
-            endpoint.computing = True
-            if endpoint.broken:
-                raise TransportError(endpoint.broken)
+            endpoint.computing = (
+                True  # not before: during the wait, the transfer thread needs the interpreter
+            )
         if self.producing is not None:
             self._post_outgoing(self.producing, work)
+
+    def _check_threads(self) -> None:
+        for endpoint in self.endpoints:
+            if endpoint.broken:
+                raise TransportError(endpoint.broken)
 
     def _await_rests(self, consuming: Consuming, work: StepWork) -> None:
         """After it, all blocks of `work.due` have their KV or are reported as lost with this step."""
         for request_id in work.forgets:
             consuming.received.forget(request_id)
         late = consuming.received.await_rests(work.due, REST_LIMIT_S)
+        self._check_threads()  # one that has ended during the wait cannot give up
         for request_id in late:
             reason = f"the rest of the KV did not come within {REST_LIMIT_S:g} s"
             consuming.endpoint.post(partial(consuming.give_up, request_id, reason))

@@ -551,6 +551,8 @@ class FakeEngine:
                 self.network.kill(endpoint.wires.control.address)
 
     def check(self) -> None:
+        if self.scheduler.unsettled is not None:
+            self.scheduler.unsettled.check()
         for worker in self.workers:
             worker.producing.check()
             worker.consuming.check()

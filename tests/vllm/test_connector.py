@@ -18,6 +18,7 @@ from fake_vllm import FakeRequest, asks_decode, asks_prefill
 from fake_vllm_module import NEWER, Base, Hybrid, Results, Role, configs, install, spec_of
 from layer_pools import Memory
 from ports import free_port
+from structlog.testing import capture_logs
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import RequestKey, Span, Ticket
@@ -301,22 +302,28 @@ def test_failed_requests_are_named(extra: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("early_s", "changes", "early"),
+    ("early_s", "changes", "refused"),
     [
-        (0.004, {}, True),
-        (0.0, {}, False),
-        (0.004, {"policy": "recompute"}, False),
-        (0.004, {"groups": [FULL, SLIDING]}, False),
-        (0.004, {"role": ("producer",)}, False),
+        (0.004, {}, ""),
+        (0.0, {"policy": "recompute"}, ""),
+        (0.004, {"policy": "recompute"}, "kv_load_failure_policy must be"),
+        (0.004, {"groups": [FULL, SLIDING]}, "the model must have one KV cache group"),
+        (0.004, {"role": ("producer",)}, "kv_role must be"),
+        # It would send what it has computed from lost KV.
+        (0.004, {"role": ("producer", "consumer")}, "kv_role must be"),
     ],
 )
 def test_reports_are_early_only_where_vllm_can_be_told_of_a_loss(
-    early_s: float, changes: dict[str, Any], early: bool, extra: dict[str, Any]
+    early_s: float, changes: dict[str, Any], refused: str, extra: dict[str, Any]
 ) -> None:
     from disagg.vllm.connector import DisaggConnector
 
-    vllm_config, caches = configs("p", extra | {"early_s": early_s}, **changes)
-    connector = DisaggConnector(vllm_config, Role.SCHEDULER, caches)
+    early = early_s > 0 and not refused
+    vllm_config, caches = configs("p", extra | {"early_s": early_s}, **{"role": ("consumer",)} | changes)
+    with capture_logs() as logs:
+        connector = DisaggConnector(vllm_config, Role.SCHEDULER, caches)
+    reasons = [one["reason"] for one in logs if one["event"] == "early_s_has_no_effect"]
+    assert [refused in reason for reason in reasons] == [True] * bool(refused)
     evicted: list[set[int]] = []
     connector.bind_gpu_block_pool(SimpleNamespace(evict_blocks=evicted.append))
     unsettled = connector.scheduling.unsettled

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from engine_network import EngineNetwork
@@ -15,6 +16,8 @@ from hand_overs import HandOver
 from disagg.core.errors import TransportError
 from disagg.vllm.received import ReceivedRequests
 from disagg.vllm.unsettled import UnsettledRequests
+from disagg.vllm.work import StepWork
+from disagg.vllm.worker import REST_LIMIT_S
 
 FIRST = [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(1, 20))]
 """Each value is a sample of the events of a hand-over; together they are all of them."""
@@ -57,6 +60,13 @@ def test_no_step_reads_kv_that_has_not_come(first: int) -> None:
     assert waited > 3
 
 
+@pytest.fixture
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that land one after the other are not one group: the network's events take no time."""
+    monkeypatch.setattr("decode_node.pace.TOGETHER_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_time_passes")
 def test_layers_that_land_one_after_the_other_predict_the_end() -> None:
     """Workers report early by themselves when two of three layers have landed."""
     network, waited = EngineNetwork(), 0
@@ -85,6 +95,7 @@ def test_layers_that_land_one_after_the_other_predict_the_end() -> None:
     d.check_empty()
 
 
+@pytest.mark.usefixtures("no_time_passes")
 @pytest.mark.parametrize(("cached", "early"), [(48, 1), (64, 0)])
 def test_the_last_token_alone_is_not_reported_early(cached: int, early: int) -> None:
     """vLLM computes it again, and does not look for its block among the lost ones."""
@@ -179,6 +190,25 @@ def test_a_rest_that_comes_too_late(patience: int, first: int) -> None:
     assert ends["FINISHED_ERROR"] >= evicted > 0
 
 
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_step_does_not_wait_for_a_transfer_thread_that_has_ended(meanwhile: bool) -> None:
+    """The thread ends before the step, or while the step waits for as long as for a rest that is late."""
+    engine = FakeEngine(EngineNetwork(), "d", settings=small_settings(early_s=0.004))
+    worker, limits_s = engine.workers[0], list[float]()
+    worker.consuming.received.expect("d1", 0.0)
+    assert worker.consuming.received.take() == {"d1"}
+
+    def block(ready: Callable[[], bool], limit_s: float) -> None:
+        limits_s.append(limit_s)
+        worker.consuming.endpoint.broken = "the transfer thread failed"
+
+    worker.consuming.received.block = block
+    worker.consuming.endpoint.broken = "" if meanwhile else "the transfer thread failed"
+    with pytest.raises(TransportError, match="the transfer thread failed"):
+        worker.begin_step(StepWork(due={"d1"}))
+    assert limits_s == ([REST_LIMIT_S] if meanwhile else [])
+
+
 # --- the scheduler's part
 
 
@@ -192,8 +222,54 @@ def unsettled(*names: str) -> tuple[UnsettledRequests, set[int]]:
     return one, evicted
 
 
+def test_a_step_waits_only_for_what_it_may_read() -> None:
+    one, _ = unsettled("d1", "d2", "d3")
+    assert one.due() == set()
+    one.schedule("d1")
+    one.uses("x", [5, 20, 6])
+    assert one.due() == {"d1", "d2"}
+    one.finish("x")  # its step has waited
+    one.preempt({"d1"})  # its blocks may have other owners, while a worker may still write them
+    assert one.due() == {"d1"}
+    one.uses("d4", [20])
+    one.lost({21})
+    assert one.due() == {"d1"}
+    one.check()
+
+
+def test_a_block_may_have_two_owners() -> None:
+    """vLLM has preempted the first one, whose report of the end is still under way."""
+    one, evicted = unsettled("d1", "d2")
+    one.add("d3", [10, 40])
+    one.tell(["d3"])
+    one.uses("x", [10, 50])
+    one.check()
+    assert one.due() == {"d1", "d3"}
+    one.settle(["d1"])
+    one.check()
+    assert one.due() == {"d3"}
+    one.uses("x", [51])
+    one.lost({40})
+    assert evicted == {10, 40, 50, 51}
+    assert not one.finish("x")
+    one.settle(["d2", "d3"])
+    one.check()
+    assert len(one) == 0
+
+
+def test_requests_that_vllm_was_not_told_of_have_no_sharers() -> None:
+    one = UnsettledRequests()
+    one.add("d1", [1])
+    one.uses("x", [1, 2])
+    one.tell(["d1"])
+    assert one.due() == set()
+    assert not one.finish("x")
+
+
 def test_a_request_keeps_its_blocks_until_it_is_settled() -> None:
     one, _ = unsettled("d1", "d2")
+    for name in ("d1", "d2"):
+        one.schedule(name)
     assert one.due() == {"d1", "d2"}
     assert one.finish("d1")
     assert one.due() == {"d1", "d2"}  # others may have its blocks from the prefix cache
@@ -216,6 +292,8 @@ def test_lost_blocks_leave_the_prefix_cache_with_all_that_was_computed_from_them
     one.uses("d3", [10, 30])
     one.uses("d3", [31])
     one.uses("d4", [40])
+    for name in ("d1", "d2"):
+        one.schedule(name)
     one.lost({11})
     assert evicted == {10, 11, 30, 31}
     assert one.due() == {"d2"}
@@ -281,6 +359,34 @@ def test_a_request_is_reported_before_its_end_and_settles_afterwards() -> None:
     requests.add("d1", loaded=True)
     assert requests.await_rests({"d1"}, 0.0) == set()
     assert (requests.take_settled(), requests.take(), requests.take_newest()) == ({"d1"}, set(), set())
+
+
+def test_a_new_prediction_replaces_the_earlier_one() -> None:
+    clock = Clock()
+    requests = ReceivedRequests(clock, early_s=2.0)
+    requests.expect("d1", 10.0, 9.0)
+    requests.expect("d1", math.inf, 9.0)  # the end is too far ahead
+    clock.now_s = 8.5
+    assert requests.take() == set()
+    requests.expect("d1", 12.0, 11.0)
+    clock.now_s = 9.9
+    assert requests.take() == set()
+    clock.now_s = 10.0
+    assert requests.take() == {"d1"}
+
+
+def test_nothing_is_reported_while_a_layer_is_overdue() -> None:
+    clock = Clock()
+    requests = ReceivedRequests(clock, early_s=2.0)
+    requests.expect("d1", 10.0, 8.5)
+    clock.now_s = 8.6
+    assert requests.take() == set()
+    requests.expect("d1", 10.0, 7.5)  # the next layer comes before the report, or the end is not known
+    clock.now_s = 8.0
+    assert requests.take() == set()
+    requests.expect("d1", 11.0, 12.0)
+    clock.now_s = 9.0
+    assert requests.take() == {"d1"}
 
 
 def test_without_early_reports_nothing_is_reported_before_its_end() -> None:

@@ -41,7 +41,8 @@ class Lifecycles:
         early_s: float = 0.0,
     ) -> None:
         """`groups`: KV cache groups; empty: one group. `early_s`: above 0, workers report KV before it has come, at
-        random times; requests whose KV does not come then fail."""
+        random times; requests whose KV does not come then fail. Both engines produce too, which the settings of such
+        an engine forbid: they share no blocks here."""
         self.choose, self._groups = random.Random(seed), groups
         self._layouts = PACKED if any(group.recurrent for group in groups) else LAYOUTS
         self.network = EngineNetwork(patch)

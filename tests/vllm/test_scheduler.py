@@ -210,7 +210,8 @@ def test_with_early_reports_an_ended_request_holds_its_blocks_until_they_are_set
     one.side.update_state_after_alloc(request, blocks(1, 2, 3), 40)
     if told:
         one.side.update_connector_output(report(finished_recving={"d1"}))
-    assert one.work(new=(("x", [9], 0, 5),)).due == ({"d1"} if told else set())
+    assert one.work(new=(("x", [9], 0, 5),)).due == set()
+    assert one.work(new=(("y", [2, 8], 16, 5),)).due == ({"d1"} if told else set())
     request.become("FINISHED_ABORTED")
     assert one.side.request_finished(request, ([1, 2, 3],)) == (True, None)
     assert one.work().cancels == ([] if told else ["d1"])
@@ -223,6 +224,22 @@ def test_with_early_reports_an_ended_request_holds_its_blocks_until_they_are_set
     one.side.update_connector_output(settled)
     assert settled.finished_sending == {"d1"}
     assert one.side.statistics().receiving == 0
+
+
+def test_without_early_reports_nobody_asks_for_the_blocks_of_requests_without_a_transfer() -> None:
+    """They may be thousands."""
+    asked: list[str] = []
+
+    def get_block_ids() -> tuple[list[int], ...]:
+        asked.append("blocks")
+        return ([1],)
+
+    for early in (False, True):
+        one = Scheduling(early=early)
+        one.side.update_state_after_alloc(
+            FakeRequest("x", 1, 20), SimpleNamespace(get_block_ids=get_block_ids), 0
+        )
+        assert bool(asked) is early
 
 
 def test_a_settled_request_that_runs_keeps_its_blocks() -> None:
@@ -240,6 +257,7 @@ def test_a_step_without_tokens_waits_only_if_it_receives() -> None:
     report = SimpleNamespace(finished_sending=None, finished_recving={"d1"}, invalid_block_ids=set())
     one.work()
     one.side.update_connector_output(report)
+    assert one.work(new=(("d1", [4], 39, 1),)).due == {"d1"}
     assert one.work().due == set()
     one.side.update_state_after_alloc(consumer("d2"), blocks(4, 5, 6), 40)
     assert one.work().due == {"d1"}

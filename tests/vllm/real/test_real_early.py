@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,18 +51,20 @@ def asks(p: RealEngine, d: RealEngine, name: str, prompt: list[int], answer: int
     return d.submit(f"d{name}", prompt, p.params[f"p{name}"], answer)
 
 
-def opens(d: RealEngine, name: str) -> None:
-    """Steps the consumer until its transfer is open, and reports it early."""
+def opens(d: RealEngine, name: str, hurry: bool = True) -> None:
+    """Steps the consumer until its transfer is open, and reports it early, with `hurry`."""
     consuming = d.worker.working.consuming
 
     def is_open() -> bool:
-        d.hurry()
+        if hurry:
+            d.hurry()
         reserved = [one for one in vars(consuming)["_open"].values() if one.work.request_id == name]
         return bool(reserved) and bool(consuming.endpoint.agent.statistics().tickets)
 
     while not is_open():
         d.step()
-    d.hurry()
+    if hurry:
+        d.hurry()
 
 
 def later_requests_are_right(p: RealEngine, d: RealEngine, prompt: list[int] = PROMPT) -> None:
@@ -92,6 +95,28 @@ def test_a_step_waits_for_the_rest(make: Make, asynchronous: bool, whole_blocks:
     run([p, d], lambda: two.is_finished() and not d.scheduler.has_requests())
     assert (two.status, d.external["d2"]) == (RequestStatus.FINISHED_LENGTH_CAPPED, 99)
     later_requests_are_right(p, d, prompt_of(100, 2))
+
+
+@both_schedulers
+def test_no_step_waits_for_a_request_without_a_place(make: Make, asynchronous: bool) -> None:
+    """vLLM computes eight requests at once here; the one that was reported waits until one of them ends."""
+    p, d = engines(make, asynchronous=asynchronous, blocks=80)
+    received = d.worker.working.consuming.received
+    with no_kv_leaves(p) as gate:
+        one = asks(p, d, "1", PROMPT)
+        opens(d, "d1", hurry=False)
+        others = [d.submit(f"o{i}", prompt_of(10, 40 + i), None, 100) for i in range(8)]
+        while any(not other.num_output_tokens for other in others):
+            d.step()
+        early, waited_s = received.early, received.waited_s
+        received.expect("d1", time.monotonic())
+        for _ in range(10):
+            d.step()
+        assert (received.early, received.waited_s, "d1" in d.external) == (early + 1, waited_s, False)
+        gate.set()
+    run([p, d], lambda: not d.scheduler.has_requests())
+    assert one.status is RequestStatus.FINISHED_LENGTH_CAPPED
+    later_requests_are_right(p, d)
 
 
 @both_schedulers
@@ -211,41 +236,47 @@ def test_a_preempted_request_whose_kv_is_lost_ends_the_engine(make: Make) -> Non
             run([d], one.is_finished)
 
 
+def test_an_engine_that_also_produces_reports_nothing_early(make: Make) -> None:
+    """A prompt with lost blocks in its prefix would leave with the step that vLLM drops."""
+    assert make(EARLY, role="kv_both", policy="fail").scheduler.connector.scheduling.unsettled is None
+    assert make(EARLY, role="kv_consumer", policy="fail").scheduler.connector.scheduling.unsettled is not None
+
+
 @both_schedulers
 @pytest.mark.parametrize("seed", range(6))
 def test_random_lifecycles(make: Make, seed: int, asynchronous: bool) -> None:
     """Few blocks, shared prefixes, aborts, early reports at random times, and KV that is lost after them."""
     rng = random.Random(seed)
     options = {"blocks": 30, "asynchronous": asynchronous, "policy": "fail", "whole_blocks": seed % 2 == 1}
-    pair = [make(EARLY | {"lease_s": 5.0}, **options) for _ in range(2)]
+    roles = ("kv_producer", "kv_consumer")
+    p, d = (make(EARLY | {"lease_s": 5.0}, role=role, **options) for role in roles)
     prompts = [
         [*prompt_of(rng.choice((0, 48)), 50), *prompt_of(rng.choice((10, 32, 70)), i)] for i in range(40)
     ]
     waiting, started = list(enumerate(prompts)), set[str]()
-    decoded: list[tuple[RealEngine, str]] = []
+    decoded: list[str] = []
 
     def advance() -> bool:
         if waiting and rng.random() < 0.5:
             number, prompt = waiting.pop()
-            rng.choice(pair).prefill(f"p{number}", prompt)
-        for engine, other in (pair, pair[::-1]):
+            p.prefill(f"p{number}", prompt)
+            if rng.random() < 0.3:  # it may share blocks of a request whose KV still comes
+                d.submit(f"alone{number}", prompt, None)
+        if rng.random() < 0.5:
+            d.hurry()
+        for name in sorted(set(p.params) - started):
             if rng.random() < 0.5:
-                engine.hurry()
-            for name in sorted(set(engine.params) - started):
-                if name.startswith("p") and rng.random() < 0.5:
-                    started.add(name)
-                    other.submit(f"d{name}", prompts[int(name[1:])], engine.params[name])
-                    decoded.append((other, f"d{name}"))
+                started.add(name)
+                d.submit(f"d{name}", prompts[int(name[1:])], p.params[name])
+                decoded.append(f"d{name}")
         if decoded and rng.random() < 0.1:
-            engine, name = rng.choice(decoded[-4:])
-            if not engine.requests[name].is_finished():
-                rng.choice((engine.lose, engine.abort))(name)
-        left = set().union(*(engine.params for engine in pair)) - started
-        idle = all(not engine.scheduler.has_requests() for engine in pair)
-        return not waiting and idle and not any(name.startswith("p") for name in left)
+            name = rng.choice(decoded[-4:])
+            if not d.requests[name].is_finished():
+                rng.choice((d.lose, d.abort))(name)
+        idle = not (p.scheduler.has_requests() or d.scheduler.has_requests())
+        return not waiting and idle and not set(p.params) - started
 
-    run(pair, advance)
-    for engine in pair:
-        engine.check_empty()
-    moved = [name for engine, name in decoded if engine.external.get(name, 0) > 0]
-    assert len(moved) > 5
+    run([p, d], advance)
+    p.check_empty()
+    d.check_empty()
+    assert len([name for name in decoded if d.external.get(name, 0) > 0]) > 5
