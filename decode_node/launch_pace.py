@@ -28,6 +28,9 @@ RESERVE_S = 0.0004
 """Time by which a launch is earlier than estimated: a thread wakes up late, and the interpreter lock may be held."""
 MOST_WAIT_S = 0.03
 """Longest wait for requests that land soon, whatever the steps' duration."""
+JOINS_WITHIN_S = 0.025
+"""Time after its latest news for which a request counts as about to join: a transfer may stall, and a grammar may
+still be compiling."""
 COST = 3
 """Number of launches that do not wait for each one that may wait."""
 MOST_IN_A_ROW = 4
@@ -40,23 +43,21 @@ class LaunchPace:
     def __init__(self) -> None:
         self._durations_s: deque[float] = deque(maxlen=LATEST)
         self._leads_s: deque[float] = deque(maxlen=LEADS)
-        self._planned_s: float | None = None
-        self._waits: deque[bool] = deque()
-        """For each step in flight, oldest first, whether its launch waited, so that its duration may include idle
-        time."""
+        self._in_flight: deque[tuple[float, bool]] = deque()
+        """For each step in flight, oldest first, when its plan began, and whether its launch waited, so that its
+        duration may include idle time."""
+        self._ended_s = 0.0
+        """Time at which the latest step has ended."""
         self._credits = 0
         self._waited = False
         self.waits_total = 0
         """Number of launches that waited, since the start."""
 
-    def wait_s(self, running_since_s: float, now_s: float) -> float:
-        """Returns how long the next launch may wait; 0 if it must not.
-
-        `running_since_s`: begin of the step in flight.
-        """
-        if not (self._durations_s and self._leads_s and self._credits >= COST):
+    def wait_s(self, now_s: float) -> float:
+        """Returns how long the next launch may wait; 0 if it must not, or if not exactly one step is in flight."""
+        if not (self._durations_s and self._leads_s and self._credits >= COST and len(self._in_flight) == 1):
             return 0.0
-        until_s = running_since_s + median_low(self._durations_s) - max(self._leads_s) - RESERVE_S
+        until_s = self._running_since_s + median_low(self._durations_s) - max(self._leads_s) - RESERVE_S
         return min(max(0.0, until_s - now_s), MOST_WAIT_S)
 
     def waited(self) -> None:
@@ -65,25 +66,31 @@ class LaunchPace:
         self._credits -= COST
         self.waits_total += 1
 
-    def planned(self, now_s: float) -> None:
-        """Records that the next step is planned now, and launched at once."""
-        self._planned_s = now_s
-        self._waits.append(self._waited)
+    def planned(self, began_s: float) -> None:
+        """Records that the next step is planned since `began_s`, and is launched at once."""
+        self._in_flight.append((began_s, self._waited))
         if not self._waited:
             self._credits = min(self._credits + 1, MOST_IN_A_ROW * COST)
         self._waited = False
 
-    def launched(self, now_s: float) -> None:
-        """Records that the forward pass of the planned step is launched."""
-        if self._planned_s is not None:
-            self._leads_s.append(now_s - self._planned_s)
-            self._planned_s = None
+    def launched(self, now_s: float, *, usual: bool) -> None:
+        """Records that the forward pass of the latest planned step is launched. `usual`: whether nothing but planning
+        and launching took time, as in a step without prompts and grammars."""
+        if usual:
+            self._leads_s.append(now_s - self._in_flight[-1][0])
 
-    def ended(self, seconds: float, *, answers_only: bool) -> None:
-        """Records the end of the oldest step in flight.
+    def ended(self, ended_s: float, *, answers_only: bool) -> None:
+        """Records that the oldest step in flight has ended at `ended_s`.
 
         `answers_only`: whether the step computed one token of each sequence and no prompt.
         """
-        waited = self._waits.popleft()
+        seconds = ended_s - self._running_since_s
+        self._ended_s = ended_s
+        _, waited = self._in_flight.popleft()
         if answers_only and not (waited and self._durations_s and seconds > median_low(self._durations_s)):
             self._durations_s.append(seconds)
+
+    @property
+    def _running_since_s(self) -> float:
+        """Time since which the oldest step in flight runs: steps run one after another."""
+        return max(self._in_flight[0][0], self._ended_s)

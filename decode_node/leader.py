@@ -9,7 +9,7 @@ import structlog
 import torch
 
 from decode_node.admitting_leader import AdmittingLeader
-from decode_node.launch_pace import LaunchPace
+from decode_node.launch_pace import JOINS_WITHIN_S, LaunchPace
 from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.sampled_step import SampledStep
@@ -62,8 +62,9 @@ class DecodeLeader(AdmittingLeader):
         super().__init__(scheduler, eos_ids, spec, send, to_self, clock, max_waiting)
         self._sampler = Sampler(eos_ids)
         self._pace = LaunchPace()
-        self._joining: dict[RequestKey, DecodeRequest] = {}
-        """Requests whose KV lands soon, or of which only the KV or only the first token is missing."""
+        self._joining: dict[RequestKey, tuple[DecodeRequest, float]] = {}
+        """Requests whose KV lands soon, or of which only the KV or only the first token is missing. With each, the
+        time until which a step may wait for it."""
 
     def join(self, group: GroupInfo) -> None:
         """Sets the complete group. The rank with the least host memory determines the group's swap space."""
@@ -93,7 +94,8 @@ class DecodeLeader(AdmittingLeader):
         """
         with self._changed:
             stepped = self._scheduler.stepped(plan)
-            self._pace.launched(self._clock())
+            usual = all(one.samples and one.sequence.constraint is None for one in stepped)
+            self._pace.launched(self._clock(), usual=usual)
         return SampledStep.launch(plan, stepped, logits, self._sampler)
 
     def is_constrained(self, plan: StepPlan) -> bool:
@@ -107,6 +109,7 @@ class DecodeLeader(AdmittingLeader):
     def commit(self, step: SampledStep) -> None:
         """Ends the oldest step in flight: waits for the device, and streams the sampled tokens to the routers."""
         wait_for(step.ended)  # the commit may free pages, which a transfer could write at once
+        ended_s = self._clock()
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
             prefilled = any(one.prefills for one in step.stepped if not one.samples)
@@ -122,7 +125,7 @@ class DecodeLeader(AdmittingLeader):
                 if request.closing:
                     self._confirm_release(request)
             seconds = self._step_ended(generated)
-            self._pace.ended(seconds, answers_only=all(one.samples for one in step.stepped))
+            self._pace.ended(ended_s, answers_only=all(one.samples for one in step.stepped))
             if not prefilled:  # otherwise the step's time is not that of a recomputation
                 self._observe_step(step.plan, seconds)
             self._publish_kv_events(PUBLISH_AT_EVENTS)
@@ -204,9 +207,10 @@ class DecodeLeader(AdmittingLeader):
         flight is nearly over."""
         with self._changed:
             self._wait_for_joining()
+            began_s = self._clock()
             plan = super().next_plan()
             if plan is not None and plan.work:
-                self._pace.planned(self._clock())
+                self._pace.planned(began_s)
             return plan
 
     def _wait_for_joining(self) -> None:
@@ -215,18 +219,23 @@ class DecodeLeader(AdmittingLeader):
 
         A group of several ranks does not wait: its other ranks launch a step later than rank 0.
         """
-        if not self._any_joins() or self._ranks > 1 or self._scheduler.steps_in_flight != 1:
+        if not self._any_joins() or self._ranks > 1 or self._scheduler.is_full:
             return
-        wait_s = self._pace.wait_s(self._reports.running_since_s, self._clock())
+        wait_s = self._pace.wait_s(self._clock())
         if wait_s > 0:
             self._changed.wait_for(lambda: self.broken or not self._any_joins(), wait_s)
             self._pace.waited()
 
+    def _joins_soon(self, request: DecodeRequest) -> None:
+        self._joining[request.key] = request, self._clock() + JOINS_WITHIN_S
+
     def _any_joins(self) -> bool:
-        """Returns whether a request is about to join. Forgets those that have joined, or have ended."""
-        for request in list(self._joining.values()):
-            if request.closing or self._has_begun(request):
-                del self._joining[request.key]
+        """Returns whether a request is about to join. Forgets those that have joined, have ended, or are late."""
+        if self._joining:
+            now_s = self._clock()
+            for request, until_s in list(self._joining.values()):
+                if request.closing or until_s < now_s or self._has_begun(request):
+                    del self._joining[request.key]
         return bool(self._joining)
 
     def _steps_in_flight(self) -> int:
@@ -246,7 +255,7 @@ class DecodeLeader(AdmittingLeader):
             case m.FirstTokens():
                 request = self._current(message.key, message.ticket)
                 if request is not None and not (request.begun or request.samples_first):
-                    self._joining[request.key] = request
+                    self._joins_soon(request)
                     self._first_tokens(peer, request, message)
             case m.EndAnswer():
                 self._end_answer(peer, message)
@@ -255,10 +264,10 @@ class DecodeLeader(AdmittingLeader):
                     request.arriving_ranks.add(message.rank)
             case m.LandsSoon():
                 if request := self._current(message.key, message.ticket):
-                    self._joining[request.key] = request
+                    self._joins_soon(request)
             case m.Landed():
                 if request := self._current(message.key, message.ticket):
-                    self._joining[request.key] = request
+                    self._joins_soon(request)
                     self._scheduler.rank_landed(request, message.rank)
                     self._maybe_start(request)
             case m.Swapped():

@@ -147,6 +147,11 @@ class DecodeScheduler:
         """Number of steps that are planned and not committed."""
         return self._planner.in_flight
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the latest step in flight has no seat for another sequence."""
+        return self._planner.is_full
+
     def stepped(self, plan: StepPlan) -> list[Stepped]:
         """Returns the work items of the latest plan."""
         return self._planner.stepped(plan)

@@ -83,6 +83,11 @@ class StepPlanner:
         """Number of steps that are planned and not committed."""
         return len(self._in_flight)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the latest step in flight has no seat for another sequence."""
+        return bool(self._in_flight) and len(self._in_flight[-1]) >= self._max_batch
+
     def next_step(self) -> StepPlan | None:
         """Returns a plan with one token of each running sequence, and chunks of recomputed sequences.
 

@@ -509,4 +509,4 @@ class Segment(msgspec.Struct, frozen=True):
 
 CHECKSUM_BYTES = 8
 """Size of a segment's checksum; `staging.trailer` defines its position."""
-PROTOCOL_VERSION = 29
+PROTOCOL_VERSION = 28

@@ -54,11 +54,6 @@ class Reports:
         """Records the start of a step, which may begin before the previous step has ended."""
         self._steps_began_s.append(self._clock())
 
-    @property
-    def running_since_s(self) -> float:
-        """Time since which the oldest step in flight runs, on the leader's clock; steps run one after another."""
-        return max(self._steps_began_s[0], self._step_ended_s)
-
     def step_ended(self, tokens: int, prompt_tokens: int = 0) -> float:
         """Counts the oldest step in flight, which computed `tokens` tokens, as ended.
 
@@ -66,8 +61,7 @@ class Reports:
         duration in seconds, without the time in which the previous step was still running.
         """
         now_s = self._clock()
-        seconds = now_s - self.running_since_s
-        self._steps_began_s.popleft()
+        seconds = now_s - max(self._steps_began_s.popleft(), self._step_ended_s)
         self._step_ended_s = now_s
         self.steps += 1
         self.tokens += tokens

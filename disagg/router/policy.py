@@ -283,7 +283,7 @@ def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest, shared: int)
     Most groups of a large cluster have nothing of a prompt. So `request.cost` is called only for groups with its
     first block.
     """
-    costs = [PromptCost(request.tokens, 0)] * len(engines)
+    costs = [PromptCost(max(1, request.tokens), 0)] * len(engines)
     firsts = {block_hashes[0] for block_hashes in request.block_hashes.values() if block_hashes}
     if not firsts:
         return costs

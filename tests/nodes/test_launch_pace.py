@@ -11,7 +11,14 @@ import torch
 from fake_model import VOCAB, fake_spec
 
 from decode_node.costs import CostEstimates
-from decode_node.launch_pace import COST, MOST_IN_A_ROW, MOST_WAIT_S, RESERVE_S, LaunchPace
+from decode_node.launch_pace import (
+    COST,
+    JOINS_WITHIN_S,
+    MOST_IN_A_ROW,
+    MOST_WAIT_S,
+    RESERVE_S,
+    LaunchPace,
+)
 from decode_node.leader import DecodeLeader
 from decode_node.sampled_step import SampledStep
 from decode_node.scheduler import DecodeScheduler
@@ -27,54 +34,81 @@ STEP_S, LEAD_S = 0.005, 0.001
 """Duration of an imitated step, and of its launch."""
 
 
-def measured(steps: int = MOST_IN_A_ROW * COST) -> LaunchPace:
-    """Returns a pace that has seen `steps` steps, none of which waited."""
-    pace = LaunchPace()
+def run_steps(
+    pace: LaunchPace, steps: int, began_s: float, *, seconds: float = STEP_S, answers_only: bool = True
+) -> float:
+    """Launches `steps` steps, each when the one before begins, and ends all but the last one.
+
+    Returns the begin of the last one.
+    """
     for step in range(steps):
-        pace.planned(step * STEP_S)
-        pace.launched(step * STEP_S + LEAD_S)
-        pace.ended(STEP_S, answers_only=True)
-    return pace
+        pace.planned(began_s)
+        pace.launched(began_s + LEAD_S, usual=answers_only)
+        if step < steps - 1:
+            began_s += seconds
+            pace.ended(began_s, answers_only=answers_only)
+    return began_s
+
+
+def measured(steps: int = MOST_IN_A_ROW * COST + 1) -> tuple[LaunchPace, float]:
+    """Returns a pace that has seen steps none of which waited, and the begin of the step in flight."""
+    pace = LaunchPace()
+    return pace, run_steps(pace, steps, 10.0)
 
 
 def test_the_launch_ends_before_the_step_in_flight() -> None:
-    wait_s = measured().wait_s(running_since_s=10.0, now_s=10.0005)
+    pace, began_s = measured()
+    wait_s = pace.wait_s(began_s + 0.0005)
     assert wait_s == pytest.approx(STEP_S - LEAD_S - RESERVE_S - 0.0005)
-    assert measured().wait_s(10.0, 10.004) == 0, "it is too late to wait"
-    assert LaunchPace().wait_s(10.0, 10.0) == 0, "nothing is measured"
+    assert pace.wait_s(began_s + 0.004) == 0, "it is too late to wait"
+    assert LaunchPace().wait_s(10.0) == 0, "nothing is measured"
+    pace.planned(began_s)
+    assert pace.wait_s(began_s) == 0, "two steps are in flight"
+
+
+def test_a_step_runs_since_the_end_of_the_one_before() -> None:
+    """It was planned and launched earlier."""
+    pace, began_s = measured()
+    pace.planned(began_s)
+    pace.launched(began_s + LEAD_S, usual=True)
+    pace.ended(began_s + STEP_S, answers_only=True)
+    assert pace.wait_s(began_s + STEP_S) == pytest.approx(STEP_S - LEAD_S - RESERVE_S)
 
 
 def test_a_late_launch_does_not_make_the_next_one_later() -> None:
     """Otherwise each idle moment of the device would make the next one longer."""
-    pace = measured()
-    before_s = pace.wait_s(10.0, 10.0)
+    pace, began_s = measured()
+    before_s = pace.wait_s(began_s)
     for _ in range(3):
         pace.waited()
-        pace.planned(10.0)
-        pace.launched(10.0 + LEAD_S)
-        pace.ended(2 * STEP_S, answers_only=True)
-    assert pace.wait_s(10.0, 10.0) == before_s
+        pace.ended(began_s + STEP_S, answers_only=True)
+        began_s = run_steps(pace, 2, began_s + STEP_S, seconds=2 * STEP_S)
+    assert pace.wait_s(began_s) == pytest.approx(before_s)
 
 
-def test_steps_with_prompts_are_not_learnt_from() -> None:
-    pace = measured()
-    before_s = pace.wait_s(10.0, 10.0)
+def test_steps_with_prompts_and_slow_launches_are_not_learnt_from() -> None:
+    pace, began_s = measured()
+    before_s = pace.wait_s(began_s)
+    pace.ended(began_s + STEP_S, answers_only=True)
     for _ in range(10):
-        pace.planned(10.0)
-        pace.launched(10.0 + LEAD_S)
-        pace.ended(10 * STEP_S, answers_only=False)
-    assert pace.wait_s(10.0, 10.0) == before_s
+        began_s = run_steps(pace, 2, began_s + STEP_S, seconds=10 * STEP_S, answers_only=False)
+        pace.ended(began_s + 10 * STEP_S, answers_only=False)
+        began_s += 10 * STEP_S
+    pace.planned(began_s)
+    pace.launched(began_s + 20 * LEAD_S, usual=False)
+    assert pace.wait_s(began_s) == pytest.approx(before_s)
 
 
 def test_three_of_four_steps_do_not_wait() -> None:
-    pace, waits = measured(), []
-    for step in range(100):
-        waits.append(pace.wait_s(step * STEP_S, step * STEP_S) > 0)
+    (pace, began_s), waits = measured(), list[bool]()
+    for _ in range(100):
+        waits.append(pace.wait_s(began_s) > 0)
         if waits[-1]:
             pace.waited()
-        pace.planned(step * STEP_S)
-        pace.launched(step * STEP_S + LEAD_S)
-        pace.ended(STEP_S, answers_only=True)
+        pace.planned(began_s)
+        pace.launched(began_s + LEAD_S, usual=True)
+        began_s += STEP_S
+        pace.ended(began_s, answers_only=True)
     assert waits[: MOST_IN_A_ROW + 1] == [True] * MOST_IN_A_ROW + [False]
     assert sum(waits) == pytest.approx(25, abs=MOST_IN_A_ROW)
     assert pace.waits_total == sum(waits)
@@ -82,24 +116,21 @@ def test_three_of_four_steps_do_not_wait() -> None:
 
 def test_a_wait_is_bounded() -> None:
     pace = LaunchPace()
-    for _ in range(COST):
-        pace.planned(0.0)
-        pace.launched(LEAD_S)
-        pace.ended(60.0, answers_only=True)
-    assert pace.wait_s(10.0, 10.0) == MOST_WAIT_S
+    assert pace.wait_s(run_steps(pace, COST + 1, 10.0, seconds=60.0)) == MOST_WAIT_S
 
 
 class Group:
     """A decode group of one rank with a step in flight, on a clock that the test moves."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, max_batch: int = 8) -> None:
         self.now_s = 100.0
+        """Steps of this group take long, so that no thread is late by chance."""
         scheduler = DecodeScheduler(
             KVManager(pool_tokens=256, page_size=4, rows=8, eviction="lru"),
             SchedulerOptions(
                 group="decode",
                 ranks=ranks,
-                max_batch=8,
+                max_batch=max_batch,
                 max_context_tokens=256,
                 first_ticket=7,
                 chunks=PromptChunks(64),
@@ -143,16 +174,16 @@ class Group:
         self.leader.commit(self.launched.pop(0))
 
 
-def running(ranks: int = 1, step_s: float = 30.0) -> Group:
+def running(ranks: int = 1, max_batch: int = 8) -> Group:
     """Returns a group that generates an answer, with a step in flight and times of steps measured."""
-    group = Group(ranks)
+    group = Group(ranks, max_batch)
     group.reserve("a")
     group.tell(m.Landed, "a")
     group.first("a")
     for _ in range(2 * COST):
         assert group.launch() is not None
         if len(group.launched) > 1:
-            group.end(step_s)
+            group.end(30.0)
     group.reserve("b")
     return group
 
@@ -213,13 +244,13 @@ def test_the_end_of_the_request_ends_the_wait(end: str) -> None:
 
 
 @pytest.mark.usefixtures("long_waits")
-def test_no_step_waits_without_such_a_request_or_in_a_group_of_several_ranks() -> None:
+def test_no_step_waits_without_such_a_request_or_seat_or_in_a_group_of_several_ranks() -> None:
     """The test would take 50 s for each wait."""
     group = running()
     assert group.launch() is not None, "nothing is known of the other request"
-    several = running(ranks=2)
-    several.tell(m.LandsSoon, "b")
-    assert several.launch() is not None
+    for other in (running(ranks=2), running(max_batch=1)):
+        other.tell(m.LandsSoon, "b")
+        assert other.launch() is not None
 
 
 def test_a_request_that_does_not_land_delays_no_step_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,3 +260,12 @@ def test_a_request_that_does_not_land_delays_no_step_for_long(monkeypatch: pytes
     for _ in range(20):
         assert group.launch() is not None
         group.end(30.0)
+
+
+@pytest.mark.usefixtures("long_waits")
+def test_a_request_that_is_late_is_not_waited_for() -> None:
+    """The test would take 50 s."""
+    group = running()
+    group.tell(m.LandsSoon, "b")
+    group.now_s += JOINS_WITHIN_S + 0.001
+    assert group.launch() is not None
