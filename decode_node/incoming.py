@@ -9,7 +9,7 @@ import torch
 
 from decode_node.arriving import ArrivingLayers
 from decode_node.coverage import Coverage
-from decode_node.pace import LandingPace
+from decode_node.landing_pace import LandingPace
 from decode_node.receive_state import (
     SEGMENT_TRANSITIONS,
     SOURCE_TRANSITIONS,

@@ -2,8 +2,8 @@
 
 With steps ahead, a step is launched when the one before it begins. A request that lands during a step therefore waits
 for the rest of this step and for the whole next one before its own first step begins: one of its tokens comes two to
-three steps behind the first. While a request lands soon, the next step is launched only shortly before the end of the
-step in flight, so that the request can still join it.
+three steps behind the first. While a request is about to join (`JoiningRequests`), the next step is launched only
+shortly before the end of the step in flight, so that the request can still join it.
 
     step in flight   |------------------------------|
     next launch                             |<-lead>|        as late as the measured times allow
@@ -28,9 +28,6 @@ RESERVE_S = 0.0004
 """Time by which a launch is earlier than estimated: a thread wakes up late, and the interpreter lock may be held."""
 MOST_WAIT_S = 0.03
 """Longest wait for requests that land soon, whatever the steps' duration."""
-JOINS_WITHIN_S = 0.025
-"""Time after its latest news for which a request counts as about to join: a transfer may stall, and a grammar may
-still be compiling."""
 COST = 3
 """Number of launches that do not wait for each one that may wait."""
 MOST_IN_A_ROW = 4
@@ -80,7 +77,7 @@ class LaunchPace:
             self._leads_s.append(now_s - self._in_flight[-1][0])
 
     def ended(self, ended_s: float, *, answers_only: bool) -> None:
-        """Records that the oldest step in flight has ended at `ended_s`.
+        """Records that the oldest step in flight has ended at `ended_s`, before the host's work of its commit.
 
         `answers_only`: whether the step computed one token of each sequence and no prompt.
         """

@@ -9,7 +9,8 @@ import structlog
 import torch
 
 from decode_node.admitting_leader import AdmittingLeader
-from decode_node.launch_pace import JOINS_WITHIN_S, LaunchPace
+from decode_node.joining import JoiningRequests
+from decode_node.launch_pace import LaunchPace
 from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.sampled_step import SampledStep
@@ -62,9 +63,7 @@ class DecodeLeader(AdmittingLeader):
         super().__init__(scheduler, eos_ids, spec, send, to_self, clock, max_waiting)
         self._sampler = Sampler(eos_ids)
         self._pace = LaunchPace()
-        self._joining: dict[RequestKey, tuple[DecodeRequest, float]] = {}
-        """Requests whose KV lands soon, or of which only the KV or only the first token is missing. With each, the
-        time until which a step may wait for it."""
+        self._joining = JoiningRequests(clock, self._has_begun)
 
     def join(self, group: GroupInfo) -> None:
         """Sets the complete group. The rank with the least host memory determines the group's swap space."""
@@ -86,6 +85,17 @@ class DecodeLeader(AdmittingLeader):
     def tail_tokens(self) -> int:
         """See `RankInfo.tail_tokens`."""
         return self._scheduler.tail_tokens
+
+    def next_plan(self) -> StepPlan | None:
+        """Returns the next plan; see `Leader.next_plan`. While a request is about to join, waits until the step in
+        flight is nearly over."""
+        with self._changed:
+            self._wait_for_joining()
+            began_s = self._clock()
+            plan = super().next_plan()
+            if plan is not None and plan.work:
+                self._pace.planned(began_s)
+            return plan
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
         """Launches the sampling of the latest plan's next tokens on the device; `commit` reads these tokens.
@@ -202,41 +212,18 @@ class DecodeLeader(AdmittingLeader):
     def _next_step(self) -> StepPlan | None:
         return self._scheduler.next_step()
 
-    def next_plan(self) -> StepPlan | None:
-        """Returns the next plan; see `Leader.next_plan`. While a request is about to join, waits until the step in
-        flight is nearly over."""
-        with self._changed:
-            self._wait_for_joining()
-            began_s = self._clock()
-            plan = super().next_plan()
-            if plan is not None and plan.work:
-                self._pace.planned(began_s)
-            return plan
-
     def _wait_for_joining(self) -> None:
         """Waits for requests that are about to join, as long as `LaunchPace` allows. Called under the lock, which it
         releases meanwhile.
 
         A group of several ranks does not wait: its other ranks launch a step later than rank 0.
         """
-        if not self._any_joins() or self._ranks > 1 or self._scheduler.is_full:
+        if not self._joining.any_left() or self._ranks > 1 or self._scheduler.is_full:
             return
         wait_s = self._pace.wait_s(self._clock())
         if wait_s > 0:
-            self._changed.wait_for(lambda: self.broken or not self._any_joins(), wait_s)
+            self._changed.wait_for(lambda: self.broken or not self._joining.any_left(), wait_s)
             self._pace.waited()
-
-    def _joins_soon(self, request: DecodeRequest) -> None:
-        self._joining[request.key] = request, self._clock() + JOINS_WITHIN_S
-
-    def _any_joins(self) -> bool:
-        """Returns whether a request is about to join. Forgets those that have joined, have ended, or are late."""
-        if self._joining:
-            now_s = self._clock()
-            for request, until_s in list(self._joining.values()):
-                if request.closing or until_s < now_s or self._has_begun(request):
-                    del self._joining[request.key]
-        return bool(self._joining)
 
     def _steps_in_flight(self) -> int:
         return self._scheduler.steps_in_flight
@@ -255,7 +242,7 @@ class DecodeLeader(AdmittingLeader):
             case m.FirstTokens():
                 request = self._current(message.key, message.ticket)
                 if request is not None and not (request.begun or request.samples_first):
-                    self._joins_soon(request)
+                    self._joining.add(request)
                     self._first_tokens(peer, request, message)
             case m.EndAnswer():
                 self._end_answer(peer, message)
@@ -264,10 +251,10 @@ class DecodeLeader(AdmittingLeader):
                     request.arriving_ranks.add(message.rank)
             case m.LandsSoon():
                 if request := self._current(message.key, message.ticket):
-                    self._joins_soon(request)
+                    self._joining.add(request)
             case m.Landed():
                 if request := self._current(message.key, message.ticket):
-                    self._joins_soon(request)
+                    self._joining.add(request)
                     self._scheduler.rank_landed(request, message.rank)
                     self._maybe_start(request)
             case m.Swapped():

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from decode_node.arriving import ArrivingLayers
 from decode_node.build import build_receiver
 from decode_node.costs import CostEstimates
+from decode_node.landing_pace import SoonReport
 from decode_node.leader import DecodeLeader
 from decode_node.options import ReceiverContext, ReceiverOptions
-from decode_node.pace import SoonReport
 from decode_node.receiver import SegmentReceiver
 from decode_node.sampled_step import SampledStep
 from decode_node.scheduler import DecodeScheduler

@@ -21,9 +21,9 @@ from decode_node.arriving import ArrivingLayers
 from decode_node.coverage import Coverage
 from decode_node.incoming import IncomingSegment, IncomingTransfer, SourceRank
 from decode_node.landing import Landing
+from decode_node.landing_pace import LandingPace
 from decode_node.messages import ReceiverMessages
 from decode_node.options import ReceiverContext, ReceiverOptions
-from decode_node.pace import LandingPace
 from decode_node.probe import ProbeReceiver
 from decode_node.receive_state import (
     Action,

@@ -195,7 +195,7 @@ async def _aborted_when_gone(answers: Answers, receive: Receive) -> AsyncIterato
 
 
 def _run_without_waiting(sending: Awaitable[None]) -> None:
-    """Runs a coroutine that ends without waiting."""
+    """Runs a coroutine to its end. Raises RuntimeError if it would have to wait."""
     steps = sending.__await__()
     try:
         next(steps)

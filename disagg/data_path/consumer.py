@@ -43,7 +43,7 @@ class KVConsumer(Endpoint[SegmentReceiver]):
 
         `tables`: this rank's pages in each table, from the page of `ticket.tokens.start` on. Pages before
         `ticket.starts` are not written. `states`: slots of the recurrent state, see `PageTables.of_states`.
-        `expected`: called with the time at which all KV will have landed, see `decode_node.pace`.
+        `expected`: called with the time at which all KV will have landed, see `decode_node.landing_pace`.
         """
         # The receiver counts pages from position 0; earlier pages are not written, and any number stands for them.
         unused = [ticket.tokens.start // size for size in self.options.tables.page_sizes]

@@ -29,7 +29,8 @@ LEAST_CALL_BYTES = 128 << 10
 """Smallest average size of a run of blocks for a copy through the buffer: the bus takes 2 us for it, as long as a
 call of the driver."""
 MOST_CALLS = 64
-"""Largest number of calls of the driver for half of the buffer. At most the copies of two halves are queued."""
+"""Largest number of copies, each a call of the driver, that fill or empty one half of the buffer. At most those of
+both halves are queued on the device."""
 _MOST_ROWS = 256
 """Largest number of pages, or parts of pages, in half of the buffer."""
 

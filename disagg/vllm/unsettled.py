@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Unsettled:
-    """A request with a ticket that a worker has not settled."""
+    """A request whose KV is sent to this engine, until all workers have reported that nobody writes its blocks."""
 
     blocks: frozenset[int]
     """Blocks that KV is written to."""
@@ -118,7 +118,10 @@ class UnsettledRequests:
         return {name for name, one in told if (one.scheduled or one.sharers) and name not in self._lost}
 
     def forgets(self) -> list[str]:
-        """Returns the requests with lost blocks that nothing uses any more, each once after a worker's report."""
+        """Returns the requests whose lost blocks nothing uses any more, so that workers end their reports of them.
+
+        Each request is returned once; again only if another worker reports its blocks as lost afterwards.
+        """
         found = []
         for request_id, one in self._lost.items():
             if one.finished and not one.sharers and not one.forgotten:

@@ -126,10 +126,9 @@ class WorkerSide:
         self._check_threads()
         if self.consuming is not None:
             self._await_rests(self.consuming, work)
+        # Not before: during the wait, the transfer thread needs the interpreter.
         for endpoint in self.endpoints:
-            endpoint.computing = (
-                True  # not before: during the wait, the transfer thread needs the interpreter
-            )
+            endpoint.computing = True
         if self.producing is not None:
             self._post_outgoing(self.producing, work)
 

@@ -7,22 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import VOCAB, fake_spec
+from fake_model import VOCAB
+from lone_leaders import lone_decode_leader, scheduler_of
 
 from decode_node import sampled_step
-from decode_node.costs import CostEstimates
-from decode_node.leader import DecodeLeader
-from decode_node.scheduler import DecodeScheduler
-from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.errors import ProtocolError
 from disagg.core.sampling import sampling_of
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
-from disagg.model.chunks import PromptChunks
 from disagg.model.sampling.next_tokens import launch_tokens, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.sampled import Chosen
-from disagg.node.kv_manager import KVManager
 from prefill_node.first_tokens import ROWS, SampledFirstTokens
 from prefill_node.request import First, PrefillRequest
 from transport.control import messages as m
@@ -35,27 +30,10 @@ class Decode:
 
     def __init__(self, sampling: SamplingParams) -> None:
         self.sent: list[Any] = []
-        self.scheduler = DecodeScheduler(
-            KVManager(pool_tokens=256, page_size=4, rows=8, eviction="lru"),
-            SchedulerOptions(
-                group="decode",
-                ranks=1,
-                max_batch=8,
-                max_context_tokens=256,
-                first_ticket=7,
-                chunks=PromptChunks(64),
-                rates=CostEstimates(1e3, 1e3),
-            ),
-        )
         self.too_large: tuple[type[m.Message], ...] = ()
         """Messages that the control channel refuses."""
-        spec = fake_spec(layers=1, kv_heads=1)
-        self.leader = DecodeLeader(self.scheduler, (), spec, self._send, lambda message: None, lambda: 0.0, 4)
-        rank = SimpleNamespace(control_address="decode-0", swap_blocks=0)
-        group: Any = SimpleNamespace(ranks=(rank,), role="decode", name="decode", leader=rank)
-        self.leader.join(group)
-        prefill: Any = SimpleNamespace(name="prefill", leader=SimpleNamespace(control_address="prefill-0"))
-        self.leader.link(prefill)
+        self.leader = lone_decode_leader(self._send)
+        self.scheduler = scheduler_of(self.leader)
         self.tell(m.Reserve(KEY, pack_tokens([1, 2, 3, 4, 5]), sampling, 60.0, "prefill"))
 
     def tell(self, message: m.Message) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from decode_node.pace import MOST_AHEAD_S, OVERDUE, SOON_S, TOGETHER_S, LandingPace, SoonReport
+from decode_node.landing_pace import MOST_AHEAD_S, OVERDUE, SOON_S, TOGETHER_S, LandingPace, SoonReport
 from disagg.core.types import Segment, Span
 
 LAYER_BYTES = 20

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_model import VOCAB, fake_spec
+from fake_model import VOCAB
+from lone_leaders import lone_decode_leader, scheduler_of
 
-from decode_node.costs import CostEstimates
+from decode_node.joining import JOINS_WITHIN_S
 from decode_node.launch_pace import (
     COST,
-    JOINS_WITHIN_S,
     MOST_IN_A_ROW,
     MOST_WAIT_S,
     RESERVE_S,
     LaunchPace,
 )
-from decode_node.leader import DecodeLeader
 from decode_node.sampled_step import SampledStep
-from decode_node.scheduler import DecodeScheduler
-from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
-from disagg.model.chunks import PromptChunks
-from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan
 from transport.control import messages as m
 
@@ -67,7 +61,7 @@ def test_the_launch_ends_before_the_step_in_flight() -> None:
 
 
 def test_a_step_runs_since_the_end_of_the_one_before() -> None:
-    """It was planned and launched earlier."""
+    """Its plan and its launch were earlier, while the step before still ran."""
     pace, began_s = measured()
     pace.planned(began_s)
     pace.launched(began_s + LEAD_S, usual=True)
@@ -125,27 +119,10 @@ class Group:
     def __init__(self, ranks: int = 1, max_batch: int = 8) -> None:
         self.now_s = 100.0
         """Steps of this group take long, so that no thread is late by chance."""
-        scheduler = DecodeScheduler(
-            KVManager(pool_tokens=256, page_size=4, rows=8, eviction="lru"),
-            SchedulerOptions(
-                group="decode",
-                ranks=ranks,
-                max_batch=max_batch,
-                max_context_tokens=256,
-                first_ticket=7,
-                chunks=PromptChunks(64),
-                rates=CostEstimates(1e3, 1e3),
-                steps_ahead=1,
-            ),
+        self.leader = lone_decode_leader(
+            clock=lambda: self.now_s, ranks=ranks, max_batch=max_batch, steps_ahead=1
         )
-        spec, nothing = fake_spec(layers=1, kv_heads=1), lambda *message: None
-        self.leader = DecodeLeader(scheduler, (), spec, nothing, nothing, lambda: self.now_s, 4)
         self.ranks = ranks
-        members = tuple(SimpleNamespace(control_address=f"decode-{n}", swap_blocks=0) for n in range(ranks))
-        group: Any = SimpleNamespace(ranks=members, role="decode", name="decode", leader=members[0])
-        self.leader.join(group)
-        prefill: Any = SimpleNamespace(name="prefill", leader=SimpleNamespace(control_address="prefill-0"))
-        self.leader.link(prefill)
         self.tickets: dict[str, int] = {}
         self.launched: list[SampledStep] = []
 
@@ -154,7 +131,7 @@ class Group:
         self.leader.handle(
             "router", m.Reserve(key, pack_tokens([1, 2, 3, 4, 5]), sampling, 9000.0, "prefill")
         )
-        self.tickets[name] = self.leader.scheduler.requests[key].ticket.number  # type: ignore[attr-defined]
+        self.tickets[name] = scheduler_of(self.leader).requests[key].ticket.number
 
     def tell(self, kind: type[m.LandsSoon] | type[m.Landed], name: str) -> None:
         for rank in range(self.ranks):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_model import fake_spec
+from lone_leaders import link_prefill, lone_decode_leader, scheduler_of
 
 from decode_node.admitting_leader import CLAIM_S
-from decode_node.costs import CostEstimates
-from decode_node.leader import DecodeLeader
 from decode_node.request import DecodeRequest, Residency
-from decode_node.scheduler import DecodeScheduler
-from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
-from disagg.node.kv_manager import KVManager
 from transport.control import messages as m
 
 OLD, NEW = RequestKey("r", 0), RequestKey("r", 1)
@@ -32,35 +26,17 @@ class Decode:
         self.now_s = 0.0
         self.sent: list[Any] = []
         self.ranks = ranks
-        options = SchedulerOptions(
-            group="decode",
+        self.leader = lone_decode_leader(
+            lambda peer, message: self.sent.append(message),
+            lambda: self.now_s,
             ranks=ranks,
-            max_batch=8,
-            max_context_tokens=pool_tokens,
-            first_ticket=7,
+            pool_tokens=pool_tokens,
+            max_waiting=8,
             chunks=PromptChunks(4),
-            rates=CostEstimates(1e3, 1e3),
             preemption="recompute",
         )
-        kv_manager = KVManager(pool_tokens=pool_tokens, page_size=4, rows=8, eviction="lru")
-        self.scheduler = DecodeScheduler(kv_manager, options)
-        self.leader = DecodeLeader(
-            self.scheduler,
-            (),
-            fake_spec(layers=1, kv_heads=1),
-            lambda peer, message: self.sent.append(message),
-            lambda message: None,
-            lambda: self.now_s,
-            max_waiting=8,
-        )
-        members: Any = tuple(
-            SimpleNamespace(control_address=f"decode-{i}", swap_blocks=0) for i in range(ranks)
-        )
-        group: Any = SimpleNamespace(ranks=members, role="decode", name="decode", leader=members[0])
-        self.leader.join(group)
-        for name in ("prefill", "prefill-2"):
-            linked: Any = SimpleNamespace(name=name, leader=SimpleNamespace(control_address=f"{name}-0"))
-            self.leader.link(linked)
+        link_prefill(self.leader, "prefill-2")
+        self.scheduler = scheduler_of(self.leader)
 
     def handle(self, message: m.Message) -> None:
         self.leader.handle(ROUTER, message)

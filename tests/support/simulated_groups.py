@@ -140,7 +140,7 @@ class Simulation:
             "decode_node.launch_pace.MOST_WAIT_S", 0.0
         )  # the simulation decides when a step is launched
         for limit in ("SOON_S", "MOST_AHEAD_S"):  # rounds are longer than steps of a GPU
-            patch.setattr(f"decode_node.pace.{limit}", 50 * ROUND_S)
+            patch.setattr(f"decode_node.landing_pace.{limit}", 50 * ROUND_S)
         patch.setattr("staging.wire.PROBE_SIZES_BYTES", (64, 256, 1024))
         self.choose, self.now_s, self.config, self._patch = random.Random(seed), 0.0, config, patch
         self.fabric = InprocFabric()

@@ -63,7 +63,7 @@ def test_no_step_reads_kv_that_has_not_come(first: int) -> None:
 @pytest.fixture
 def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that land one after the other are not one group: the network's events take no time."""
-    monkeypatch.setattr("decode_node.pace.TOGETHER_S", 0.0)
+    monkeypatch.setattr("decode_node.landing_pace.TOGETHER_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_time_passes")
@@ -98,7 +98,7 @@ def test_layers_that_land_one_after_the_other_predict_the_end() -> None:
 @pytest.mark.usefixtures("no_time_passes")
 @pytest.mark.parametrize(("cached", "early"), [(48, 1), (64, 0)])
 def test_the_last_token_alone_is_not_reported_early(cached: int, early: int) -> None:
-    """vLLM computes it again, and does not look for its block among the lost ones."""
+    """vLLM computes this token again, and so would not fail the request if the KV of its block was lost."""
     network, settings = EngineNetwork(), small_settings(early_s=0.004, layer_groups=3)
     p, d = (FakeEngine(network, name, settings=settings) for name in "pd")
     first = p.submit(asks_prefill("p1", 5, 65))

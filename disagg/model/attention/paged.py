@@ -110,7 +110,7 @@ class StepAttention(ABC):
         params: AttentionParams,
         out: torch.Tensor,
     ) -> None:
-        """Writes what `attend` returns to `out`: contiguous, of the type of `q`, in memory of its own."""
+        """Writes to `out` what `attend` returns. `out` is contiguous, of the type of `q`, and overlaps no input."""
 
 
 class PagedStep(StepAttention):
